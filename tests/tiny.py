@@ -83,6 +83,7 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 }
 NAMES = tuple(CONFIGS)  # tests/recorded has numbers of these
 CONFIGS |= {
+    "llama_odd": (LlamaConfig, _COMMON | {"vocab_size": VOCABULARY - 1}),
     "qwen2_moe": (Qwen2MoeConfig, _COMMON | _EXPERTS | _SHARED),
     "qwen3_moe": (Qwen3MoeConfig, _COMMON | _EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
     "deepseek_v2": (DeepseekV2Config, _COMMON | _DEEPSEEK | {"topk_method": "group_limited_greedy"}),

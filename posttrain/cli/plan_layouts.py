@@ -132,6 +132,7 @@ def other_layouts(config: Config, device: torch.device) -> Iterator[dict[str, An
             yield {"expert_parallel_size": size, "replicate_size": devices // size}
         yield from ({"context_parallel_size": size} for size in few)
         yield from ({"tensor_parallel_size": size} for size in few)
+        yield from ({"tensor_parallel_size": size, "sequence_parallel": True} for size in few)
         for context, tensor in ((2, 2), (4, 2), (2, 4), (8, 2), (4, 4)):
             if devices % (context * tensor) == 0:
                 yield {"context_parallel_size": context, "tensor_parallel_size": tensor}

@@ -146,6 +146,7 @@ def batch_rows(config: Config, algo: Algorithm, data: RunData | None, batches: M
         note += f", context parallel {sharding.context}" if sharding.context > 1 else ""
         note += f" ({sharding.ulysses} exchange heads)" if sharding.ulysses else ""
         note += f", tensor parallel {sharding.tensor}" if sharding.tensor > 1 else ""
+        note += " with sequence parallelism" if sharding.sequence else ""
         note += f", expert parallel {sharding.experts}" if sharding.experts > 1 else ""
         note += f", {sharding.replicate} copies" if sharding.replicate > 1 else ""
         yield "devices", f"{sharding.devices:,}", f"{note}; ZeRO stage {sharding.zero}"

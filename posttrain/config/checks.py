@@ -262,10 +262,11 @@ def check_optimizer(config: Config, refuse: Refuse) -> None:
         f"{cluster.context_parallel_size}: it is the part of these devices that exchange heads. Set it to 0 to let the "
         "model's heads decide.",
     )
-    divided_by = "context" if cluster.context_parallel_size > 1 else "pipeline"
+    divisions = ("context_parallel_size", "pipeline_parallel_size", "sequence_parallel")
+    divided_by = [name for name in divisions if getattr(cluster, name) > 1 or getattr(cluster, name) is True]
     refuse(
-        bool(train.neftune_noise_alpha) and max(cluster.context_parallel_size, cluster.pipeline_parallel_size) > 1,
-        f"train.neftune_noise_alpha does not combine with cluster.{divided_by}_parallel_size; leave out one of them.",
+        bool(train.neftune_noise_alpha) and bool(divided_by),
+        f"train.neftune_noise_alpha does not combine with cluster.{''.join(divided_by[:1])}; leave out one of them.",
     )
     frozen = [name for name in FREEZING if getattr(model, name)]
     refuse(
@@ -356,6 +357,13 @@ def check_cluster(config: Config, refuse: Refuse) -> None:
         "too. Raise cluster.devices, or lower theirs.",
     )
     check_pipeline(config, refuse)
+    divided = [cluster.of(role).tensor_parallel for role in ("actor", *own) if role != "rollout"]
+    refuse(
+        cluster.sequence_parallel and max(divided) == 1,
+        "cluster.sequence_parallel divides activations among tensor-parallel devices, but "
+        "cluster.tensor_parallel_size is 1: set it to 2 or more, or leave sequence_parallel out. Samples that are too "
+        "long for one device are for cluster.context_parallel_size.",
+    )
     roles = ROLES if isinstance(cluster, OnlineClusterConfig) else ("actor", "reference")
     for role in dict.fromkeys((*roles, *own, *indexed_rewards(cluster))):
         check_role(config, role, refuse)

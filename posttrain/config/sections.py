@@ -228,6 +228,8 @@ class ClusterConfig:
     """Place the workers on a Ray cluster: `auto`, or its address."""
     tensor_parallel_size: int = 1
     """Devices that each matrix is divided among."""
+    sequence_parallel: bool = False
+    """Divide activations between attention and MLPs by tokens among these devices, and embedding and head."""
     context_parallel_size: int = 1
     """Devices that each sequence is divided among."""
     ulysses_degree: int = 0

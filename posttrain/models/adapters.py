@@ -26,9 +26,10 @@ from posttrain.core.files import read_json
 from posttrain.core.model_limits import check_files
 from posttrain.core.types import Head
 from posttrain.nn.weights import FROZEN_PART
+from posttrain.parallel.expert import adapted_forms
 from posttrain.parallel.fsdp import ModelShards
 from posttrain.parallel.pipeline import tensors_elsewhere
-from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
+from posttrain.parallel.shards import full_tensor, local_shard, read_shard
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's files name the layers from the outside of its own wrapper
@@ -235,7 +236,7 @@ def merge_tensor(model: PreTrainedModel, name: str, weight: torch.Tensor) -> tor
         return weight
     layer: Any = model.get_submodule(owner)
     if not isinstance(layer.get_base_layer(), torch.nn.Linear | Conv1D):
-        raise UsageError(f"{owner}: adapters on experts cannot be merged for another engine")
+        return merge_experts(layer, rest.split(".")[-1], weight)
     if rest != "weight":
         return weight
     down, up = (matrix["default"].weight for matrix in (layer.lora_A, layer.lora_B))
@@ -253,6 +254,24 @@ def merge_tensor(model: PreTrainedModel, name: str, weight: torch.Tensor) -> tor
         factors = lengths / torch.linalg.norm(merged.T if transposed else merged, dim=1)
         merged = merged * (factors if transposed else factors[:, None])
     return merged.to(weight.dtype)
+
+
+def merge_experts(layer: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight [E, out, in] of experts with its adapter: peft has A as [E r, in] and B as [out, r E].
+
+    A router's weight [out, in] is that of one expert.
+    """
+    for form in adapted_forms(layer):
+        if form.parameter_name == name:
+            a, b = (
+                full_tensor(local_shard(m), m).float()
+                for m in (form.lora_A["default"].weight, form.lora_B["default"].weight)
+            )
+            experts = len(weight) if weight.ndim == 3 else 1
+            a, b = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
+            product = torch.bmm(b, a).view(weight.shape)
+            return (weight.float() + product * form.scaling["default"]).to(weight.dtype)
+    return weight
 
 
 def file_name(name: str) -> str:
@@ -302,7 +321,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
         if tensor.shape != live[name].shape:
             found, expected = tuple(tensor.shape), tuple(live[name].shape)
             raise CheckpointError(f"{folder / WEIGHTS}: tensor {name} has shape {found}, but {expected} in the model")
-        local_shard(live[name]).copy_(tensor[shard_slices(live[name])])
+        local_shard(live[name]).copy_(read_shard(live[name], tensor.__getitem__))
 
 
 def inject_saved(model: PreTrainedModel, folder: Path) -> None:

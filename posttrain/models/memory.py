@@ -241,11 +241,22 @@ class Sharding:
     virtual: int = 1  # stages of each of them
     layers_per_stage: tuple[int, ...] = ()
     ulysses: int = 0  # context ranks that exchange heads, the others form a ring; 0: as many as the heads allow
+    sequence: bool = False  # tensor ranks also divide tokens and vocabulary
+    in_host: bool = False  # parameters are in host memory
 
     @property
     def data_parallel_size(self) -> int:
         """The number of parts that the samples of a step are divided into."""
         return self.data // self.context
+
+    @property
+    def token_ranks(self) -> int:
+        """The number of ranks that divide what a micro-batch keeps for the backward pass.
+
+        With sequence parallelism tensor ranks divide it inside of attention and MLPs by heads and columns, outside by
+        tokens: as much as if they divided the tokens everywhere.
+        """
+        return self.context * (self.tensor if self.sequence else 1)
 
     @property
     def devices(self) -> int:
@@ -288,19 +299,21 @@ def gathered_bytes(model: Any, sharding: Sharding) -> int:
 
     Parameters outside the layers are gathered all the time, with their gradients; of the layers, the one in use and
     the next (zero 3), or all of them (zero 2); in addition the gradients of one layer. Whole experts are not gathered;
-    of those that are trained there is a copy in the type that the model computes in.
+    of those that are trained there is a copy in the type that the model computes in, of those in host memory one of the
+    layer in use.
     """
     return max(gathered_by_rank(model, sharding, held) for held in sharding.parameters(model))
 
 
 def gathered_by_rank(model: Any, sharding: Sharding, held: list[tuple[str, torch.nn.Parameter]]) -> int:
     """Count the same of one pipeline rank, which holds the given parameters."""
-    whole = Sharding(1, sharding.tensor)
+    whole = Sharding(1, sharding.tensor, sequence=sharding.sequence)
     staying = whole_experts(model, sharding)
-    here = {p for _, p in held}
-    copies = sum(
-        elements_per_device(p, "", sharding, whole=True) * p.element_size() for p in staying & here if p.requires_grad
-    )
+    by_layer: Counter[str] = Counter()
+    for name, p in held:
+        if p in staying and (p.requires_grad or sharding.in_host):
+            by_layer[layer_of(name)] += elements_per_device(p, name, sharding, whole=True) * p.element_size()
+    copies = max(by_layer.values(), default=0) if sharding.in_host else by_layer.total()
     weights: Counter[str] = Counter()
     gradients: Counter[str] = Counter()  # in the compute type, and in float32 as they are accumulated
     for name, p in held:
@@ -323,11 +336,13 @@ def whole_experts(model: Any, sharding: Sharding) -> set[torch.nn.Parameter]:
 def elements_per_device(parameter: torch.nn.Parameter, name: str, sharding: Sharding, *, whole: bool = False) -> int:
     """Count the elements of a parameter on one device: tensor ranks divide the layers' matrices, data ranks all.
 
-    Of experts that stay whole, a device has those of an expert-parallel rank.
+    Of experts that stay whole, a device has those of an expert-parallel rank. With sequence parallelism tensor ranks
+    also divide the matrices outside of the layers, by the vocabulary.
     """
+    divided = (layer_of(name) or sharding.sequence) and parameter.ndim > 1
+    tensor = sharding.tensor if divided else 1
     if whole:
-        return -(-parameter.numel() // sharding.experts)
-    tensor = sharding.tensor if layer_of(name) and parameter.ndim > 1 else 1
+        return -(-parameter.numel() // (sharding.experts * tensor))
     return -(-parameter.numel() // (tensor * sharding.data // sharding.replicate))
 
 

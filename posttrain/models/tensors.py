@@ -15,7 +15,7 @@ from posttrain.core.errors import CheckpointError, PosttrainError
 from posttrain.models import adapters
 from posttrain.parallel.fsdp import ModelShards
 from posttrain.parallel.pipeline import tensors_elsewhere
-from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
+from posttrain.parallel.shards import full_tensor, local_shard, read_shard, shard_ranges
 
 
 def module_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -111,22 +111,30 @@ def read_shards(model: PreTrainedModel, folder: Path, wanted: set[str] | None = 
         plain = adapters.plain_name(name)
         names = list(file_tensors(model, plain, torch.empty(live.shape, device="meta")))
         known |= set(names)
-        slices, (key, *more) = shard_slices(live), names
+        (key, *more) = names
         if not more:  # the tensor itself, perhaps under another name
             if key in files.places and files.shape(key) != tuple(live.shape):
                 found, expected = files.shape(key), tuple(live.shape)
                 raise CheckpointError(f"{folder}: tensor {key} has shape {found}, but {expected} in the model")
-            local_shard(live).copy_(files.read(key, slices))
-        elif slices[0].start < slices[0].stop:  # some of the experts
-            halves = [names[first : first + live.shape[0]] for first in range(0, len(names), live.shape[0])]
-            parts = [files.read(key) for half in halves for key in half[slices[0]]]
-            some = join_experts(model, plain, parts, slices[0].stop - slices[0].start)
-            local_shard(live).copy_(some[(slice(None), *slices[1:])])
+            local_shard(live).copy_(read_shard(live, partial(files.read, key)))
+        else:  # some of the experts
+            ((first, end),) = shard_ranges(live)[0]
+            if first == end:
+                continue
+            halves = [names[start : start + live.shape[0]] for start in range(0, len(names), live.shape[0])]
+            parts = [files.read(key) for half in halves for key in half[first:end]]
+            some = join_experts(model, plain, parts, end - first)
+            local_shard(live).copy_(read_shard(live, partial(slices_of_others, some)))
     for name, shape in tensors_elsewhere(model).items():
         known |= set(file_tensors(model, adapters.plain_name(name), torch.empty(shape, device="meta")))
     if wanted is None and files.places.keys() - known:
         extra = abbreviate(files.places.keys() - known)
         raise CheckpointError(f"{folder} does not fit: these tensors are not in the model: {extra}")
+
+
+def slices_of_others(experts: torch.Tensor, part: tuple[slice, ...]) -> torch.Tensor:
+    """Return slices of dimensions other than that of the experts, which are those wanted."""
+    return experts[(slice(None), *part[1:])]
 
 
 def abbreviate(names: set[str]) -> str:

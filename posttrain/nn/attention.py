@@ -86,6 +86,8 @@ class Packing:
     tokens: int = 0  # total that they divide
     ring: RingPlan | None = None  # set where some of them form a ring
     routing: RecordedRouting | None = None  # experts that the sampler chose; see nn/routing.py
+    divided: bool = False  # tensor ranks divide the tokens between attention and MLPs; attention has all of them
+    unattended: int = 0  # tokens after the padding, which only make their number divisible
 
 
 def packing_for(batch: MicroBatch, *, varlen_kernel: bool, multiple_of: int = 1) -> Packing:
@@ -213,6 +215,10 @@ def packed_attention(
     assert packing is not None, "packed attention was called without a packing: use nn.forward"
     assert attention_mask is None, "packed attention takes no mask: the packing keeps samples apart"
     if packing.context is None:
+        if packing.unattended:
+            query, key, value = (stream[:, :, : -packing.unattended] for stream in (query, key, value))
+            out = attend_within_samples(query, key, value, packing, scaling, sliding_window, softcap, s_aux)
+            return F.pad(out, (0, 0, 0, 0, 0, packing.unattended)), None
         return attend_within_samples(query, key, value, packing, scaling, sliding_window, softcap, s_aux), None
     context = packing.context
     sinks = context.heads.local_heads(s_aux)

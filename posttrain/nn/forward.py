@@ -28,6 +28,8 @@ from posttrain.nn.routing import NOT_RECORDED, RecordedRouting, observe_routers
 from posttrain.nn.training_graphs import TrainingGraphs
 from posttrain.parallel.context import ContextGroup, OwnedPositions
 from posttrain.parallel.pipeline import AbsentModule, Pipeline, StageInput
+from posttrain.parallel.tensor import local_logits
+from posttrain.parallel.tensor_group import TensorGroup
 
 TOKEN_MULTIPLE = 256  # tokens are padded to a multiple of it where the device is faster for that
 NOT_PACKED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NotImplementedError, AssertionError)
@@ -51,6 +53,7 @@ class ModelRunner:
     noise: EmbeddingNoise | None = None  # set where training passes have noise on the embeddings
     context: ContextGroup | None = None  # set where several ranks divide the tokens of a micro-batch
     pipeline: Pipeline | None = None  # set where several ranks hold different layers
+    tensor: TensorGroup | None = None  # set where several ranks divide the model by blocks
     test_max_tokens: int = 0  # tests set it: a training pass with more tokens raises OutOfMemoryError; 0: no limit
 
     @classmethod
@@ -91,39 +94,69 @@ class ModelRunner:
                     f"rollout.router_replay: {type(self.model).__name__} is not trained packed. Leave it out."
                 )
             return self.run_padded_layers(batch, **extra)
-        layers = getattr(self.model, self.model.base_model_prefix)
         row = batch.sharing or batch
         multiple_of = 1 if extra else TOKEN_MULTIPLE  # router outputs for padding must not count
         packing = attention.packing_for(batch, varlen_kernel=self.varlen_kernel, multiple_of=multiple_of)
         streams = [F.pad(stream, (0, packing.padding)) for stream in (row.tokens, row.positions)]
         if self.context is not None:
             packing.context, packing.tokens = self.context, len(streams[0])
-            packing.ring = self.context.ring_plan(row.lengths, self.hidden_rows(batch))
-            streams = [self.context.slice_tokens(stream, len(row.tokens), TOKEN_MULTIPLE) for stream in streams]
+            packing.ring = self.context.ring_plan(row.lengths, self.slice_rows(batch))
+            streams = [self.context.slice_tokens(stream, len(row.tokens), self.token_multiple) for stream in streams]
+        elif self.divides_tokens:
+            packing.unattended = -len(streams[0]) % self.token_multiple
+            streams = [F.pad(stream, (0, packing.unattended)) for stream in streams]
         tokens, positions = (stream[None] for stream in streams)
-        packing.routing = routing
+        packing.routing, packing.divided = routing, self.divides_tokens
         if routing is not None:
-            routing.experts = self.own_tokens(routing.experts, packing.padding)
+            routing.experts = self.own_tokens(routing.experts, packing.padding + packing.unattended)
         options: dict[str, Any] = {"position_ids": positions, "use_cache": False, "packing": packing, **extra}
-        if at is None or self.pipeline is None:
-            result = layers(input_ids=tokens, **options)
-        else:
-            with self.pipeline.selected(self.model, at.stage):
-                source = {"input_ids": tokens} if at.hidden is None else {"inputs_embeds": at.hidden}
-                result = layers(**source, **options)
-            if not self.pipeline.is_last_stage(at.stage):
-                return result
+        with nullcontext() if self.tensor is None else self.tensor.dividing(self.divides_tokens):
+            result = self.run_stage(tokens, at, options)
+        if at is not None and self.pipeline is not None and not self.pipeline.is_last_stage(at.stage):
+            return result
+        if self.tensor is not None and self.divides_tokens:
+            result.last_hidden_state = self.tensor.all_tokens(result.last_hidden_state)
         if self.context is None:
             result.last_hidden_state = result.last_hidden_state[:, : len(row.tokens)]
         return result
 
+    def run_stage(self, tokens: torch.Tensor, at: StageInput | None, options: dict[str, Any]) -> Any:
+        """Run all layers on tokens, or those of a pipeline stage on its input."""
+        layers = getattr(self.model, self.model.base_model_prefix)
+        if at is None or self.pipeline is None:
+            return layers(input_ids=tokens, **options)
+        with self.pipeline.selected(self.model, at.stage):
+            source = {"input_ids": tokens} if at.hidden is None else {"inputs_embeds": at.hidden}
+            return layers(**source, **options)
+
+    @property
+    def divides_tokens(self) -> bool:
+        """Whether tensor ranks divide the tokens between attention and MLPs."""
+        return self.tensor is not None and self.tensor.sequence
+
+    @property
+    def token_multiple(self) -> int:
+        """What the number of tokens of a pass is padded to a multiple of, so that ranks can divide them."""
+        ranks = self.tensor.size if self.tensor is not None and self.divides_tokens else 1
+        if self.context is None:
+            return ranks
+        return (
+            TOKEN_MULTIPLE if ranks == 1 else math.lcm(TOKEN_MULTIPLE, 2 * self.context.size * ranks)
+        )  # a place in a ring has two halves
+
     def hidden_rows(self, batch: MicroBatch) -> int:
         """Return the number of tokens, with padding, whose hidden states a pipeline stage sends to the next."""
+        width = self.slice_rows(batch)
+        return width // self.tensor.size if self.tensor is not None and self.divides_tokens else width
+
+    def slice_rows(self, batch: MicroBatch) -> int:
+        """Return the number of tokens, with padding, of this rank: all, or a slice of them with context parallelism."""
         tokens = len((batch.sharing or batch).tokens)
         if self.context is not None:
-            return self.context.slice_width(tokens, TOKEN_MULTIPLE)
-        multiple_of = TOKEN_MULTIPLE if self.varlen_kernel else 1
-        return -(-tokens // multiple_of) * multiple_of
+            return self.context.slice_width(tokens, self.token_multiple)
+        if self.varlen_kernel:
+            tokens = -(-tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+        return -(-tokens // self.token_multiple) * self.token_multiple
 
     def run_padded_layers(self, batch: MicroBatch, **extra: Any) -> Any:
         """Run the layers on samples as rows, padded on the right, which causal models do not read.
@@ -151,14 +184,29 @@ class ModelRunner:
         if self.context is None:
             return padded
         index = self.context.slice_tokens(
-            torch.arange(1, len(padded) + 1, device=experts.device), len(experts), TOKEN_MULTIPLE
+            torch.arange(1, len(padded) + 1, device=experts.device), len(experts), self.token_multiple
         )
         return F.pad(padded, (0, 0, 0, 0, 1, 0), value=NOT_RECORDED)[index]  # index 0: padding
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute float32 logits [n, V] of hidden states [n, H], with the scalings that some families apply."""
+        return self.scaled_logits(self.model.get_output_embeddings()(hidden).float())
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute the logits of the part of the vocabulary that this rank has."""
+        if self.vocabulary_ranks is None:
+            return self.logits(hidden)
+        return self.scaled_logits(
+            local_logits(self.model.get_output_embeddings(), self.vocabulary_ranks, hidden).float()
+        )
+
+    @property
+    def vocabulary_ranks(self) -> TensorGroup | None:
+        """The tensor ranks that divide the vocabulary; None: they do not."""
+        return self.tensor if self.divides_tokens else None
+
+    def scaled_logits(self, logits: torch.Tensor) -> torch.Tensor:
         config = self.model.config
-        logits = self.model.get_output_embeddings()(hidden).float()
         if getattr(config, "logit_scale", None) is not None:  # Cohere
             logits = logits * config.logit_scale
         if getattr(config, "logits_scaling", None) is not None:  # Granite
@@ -257,6 +305,8 @@ def router_loss(
 ) -> torch.Tensor:
     """Compute the load-balancing loss of all layers, each sample on its own; `local_tokens`: on this rank, padded."""
     experts, samples = runner.model.config.num_experts_per_tok, len(batch.lengths)
+    if runner.tensor is not None:
+        router_logits = [runner.tensor.share_of_gradient(logits) for logits in router_logits]
     if runner.context is not None:  # sums per sample, over this rank's tokens
         positions = batch.computed(torch.arange(len(batch.tokens), device=batch.tokens.device))
         owned = runner.context.owned_positions(positions, local_tokens)
@@ -264,6 +314,7 @@ def router_loss(
         local_logits = [logits[owned.local[:count]] for logits in router_logits]
         sample_of = batch.sample_of[owned.mine[:count]]
         return ops.router_balance(local_logits, experts, sample_of, samples, add_up=runner.context.sum)
+    router_logits = [logits[:local_tokens] for logits in router_logits]  # without padding
     if batch.sharing is not None:  # a shared prefix counts in every sample that has it
         router_logits = [logits[batch.sharing.place] for logits in router_logits]
     return ops.router_balance(router_logits, experts, batch.sample_of, samples)
@@ -305,8 +356,15 @@ def head_logprobs(
     if head is not None and head.supports(distribution):
         wanted = {"entropy": "entropy" in request.names, "entropy_gradient": request.entropy_gradient}
         return head.logprobs(states, targets, distribution.temperature, **wanted, early=early)
+    truncated = distribution.top_k or distribution.top_p < 1.0 or distribution.min_p  # by all logits of a token
     return chunked.token_logprobs(
-        states, targets, runner.logits, runner.vocabulary_size, distribution, entropy_gradient=request.entropy_gradient
+        states,
+        targets,
+        runner.logits if truncated else runner.own_logits,
+        runner.vocabulary_size,
+        distribution,
+        entropy_gradient=request.entropy_gradient,
+        ranks=None if truncated else runner.vocabulary_ranks,
     )
 
 
@@ -319,18 +377,21 @@ def head_divergence(
 ) -> torch.Tensor:
     """Compute the divergence from the teacher at each position, by the fused heads on an accelerator if both exist."""
     head, other = runner.fused_head, teacher.fused_head
-    if head is not None and other is not None and not request.divergence_top_k and states.device.type != "cpu":
+    plain = not request.divergence_top_k and runner.tensor is None and states.device.type != "cpu"
+    if head is not None and other is not None and plain:
         return head.divergence(states, other, teacher_states, request.divergence, request.jsd_beta, request.temperature)
+    ranks = None if request.divergence_top_k else runner.vocabulary_ranks
     return chunked.token_divergence(
         states,
         teacher_states,
-        runner.logits,
-        teacher.logits,
+        runner.logits if ranks is None else runner.own_logits,
+        teacher.logits if ranks is None else teacher.own_logits,
         runner.vocabulary_size,
         request.divergence,
         request.jsd_beta,
         request.temperature,
         request.divergence_top_k,
+        ranks,
     )
 
 

@@ -35,6 +35,7 @@ from posttrain.nn.lora import adapter_of, base_linear, join_adapters, project_ad
 from posttrain.nn.products import FP8_MULTIPLE, FULL, Fp8Products, Products, can_quantize, has_fp8
 from posttrain.nn.weights import is_plain_linear, join_storage, joined_view, weight_gradients
 from posttrain.parallel.pipeline import SkippedLayer
+from posttrain.parallel.tensor_group import IN_BLOCKS
 
 DENSE_FAMILIES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 MIXTURES = (MixtralDecoderLayer, Qwen2MoeDecoderLayer, Qwen3MoeDecoderLayer)
@@ -50,6 +51,8 @@ def supports_fused_layers(model: Any) -> bool:
     if not layers or not all(any(own in type(layer).__mro__[:3] for own in FAMILIES) for layer in layers):
         return False  # FSDP adds two classes in front of a layer's own
     if not all(latent_attention.has_joinable_inputs(layer.self_attn) for layer in layers if is_latent(layer)):
+        return False
+    if any(hasattr(layer, IN_BLOCKS) for layer in layers):
         return False
     config = model.config
     fixed_rope = config.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope")

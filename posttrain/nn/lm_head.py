@@ -31,6 +31,11 @@ chunk, which is small against a product with the head. Conditions, which the cal
 - the number that is differentiated is exactly loss / denominator: the backward pass returns what the forward pass
   formed and does not read the gradients that autograd hands to it;
 - only log-probabilities and entropy are requested, and this rank computes all of them (no context parallelism).
+
+With sequence parallelism (parallel/tensor.py) tensor ranks divide the vocabulary. Each runs the same kernels on the
+logits of its part, and the ranks exchange three numbers per token: log-normalizer, entropy and the target's logit
+(`combine_parts`). Given normalizer and entropy over the whole vocabulary, the backward pass needs no exchange but the
+sum of d hidden.
 """
 
 from __future__ import annotations
@@ -48,6 +53,8 @@ from posttrain.nn import attention
 from posttrain.nn.kernels.reference import kernels_for
 from posttrain.nn.logprobs import Divergence
 from posttrain.nn.weights import MASTER, add_product, is_plain_linear, weight_gradients
+from posttrain.parallel.tensor import local_ids
+from posttrain.parallel.tensor_group import TensorGroup
 
 LOGITS_PER_CHUNK = 2**29  # half precision: 1 GiB
 LOGITS_PER_CPU_CHUNK = 2**22  # float32: 16 MiB, which stays in a CPU's cache
@@ -59,6 +66,7 @@ class FusedHead:
 
     head: torch.nn.Linear
     kernels: ModuleType
+    ranks: TensorGroup | None = None  # which divide the vocabulary
     multiple: int = 256  # positions are padded to a multiple, so that matrix products have few different sizes
 
     @classmethod
@@ -66,13 +74,14 @@ class FusedHead:
         """Wrap the head; None if it is anything but one matrix, or if there are no kernels for the device."""
         head, config = model.get_output_embeddings(), model.config
         scalings = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-        plain = head is not None and is_plain_linear(head) and head.bias is None
+        ranks = getattr(head, "tensor_group", None)
+        plain = head is not None and (is_plain_linear(head) or ranks is not None) and head.bias is None
         if not plain or any(getattr(config, name, None) is not None for name in scalings):
             return None
         on_cpu = head.weight.device.type == "cpu"
         if kernels is None and not on_cpu and not attention.supports_varlen_kernel(model):
             return None
-        return cls(head, kernels or kernels_for(head.weight.device), 1 if on_cpu else 256)
+        return cls(head, kernels or kernels_for(head.weight.device), ranks, 1 if on_cpu else 256)
 
     def supports(self, distribution: SamplingDistribution) -> bool:
         """Whether the kernels compute log-probabilities of this distribution: only the temperature may differ."""
@@ -93,8 +102,10 @@ class FusedHead:
         padding = -count % self.multiple
         if padding:
             hidden, targets = F.pad(hidden, (0, 0, 0, padding)), F.pad(targets, (0, padding))
-        options = (temperature or 1.0, self.kernels, entropy, early)
-        logprobs, entropies = HeadLogprobs.apply(hidden, self.head.weight, targets, *options)
+        weight: Any = self.head.weight
+        options = (temperature or 1.0, self.kernels, entropy, early, self.ranks, len(weight))
+        local = weight if self.ranks is None else weight.to_local()
+        logprobs, entropies = HeadLogprobs.apply(hidden, local, targets, *options)
         return logprobs[:count], entropies[:count] if entropy_gradient else entropies[:count].detach()
 
     def divergence(
@@ -181,8 +192,14 @@ class HeadLogprobs(torch.autograd.Function):
         kernels: ModuleType,
         with_entropy: bool,
         early: EarlyGradients | None,
+        ranks: TensorGroup | None,
+        vocabulary: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = chunk_size(weight)
+        size, inside, own_targets = chunk_size(weight), None, targets
+        if ranks is not None:
+            size = chunk_size(weight, columns=-(-vocabulary // ranks.size))  # the same on all ranks
+            targets, inside = local_ids(targets, vocabulary, ranks)
+            own_targets = torch.where(inside, targets, -1)
         back = HeadGradients(hidden, weight, ctx.needs_input_grad[1]) if early is not None else None
         parts = []
         for rows in chunk_rows(len(hidden), size):
@@ -190,14 +207,17 @@ class HeadLogprobs(torch.autograd.Function):
             picked, entropy, normalizer = kernels.target_logprobs(
                 logits, targets[rows], temperature, with_entropy=with_entropy
             )
+            if ranks is not None and inside is not None:
+                picked, entropy, normalizer = combine_parts(picked, entropy, normalizer, inside[rows], ranks)
             parts.append((picked, entropy, normalizer))
             if back is not None and early is not None:
                 known = (normalizer, entropy, *early.chunk_gradients(rows.start, picked, entropy))
-                back.add(rows, kernels.target_logprobs_backward(logits, targets[rows], temperature, *known))
+                back.add(rows, kernels.target_logprobs_backward(logits, own_targets[rows], temperature, *known))
             del logits  # free them before the next chunk's are allocated
         logprobs, entropy, normalizer = (torch.cat(streams) for streams in zip(*parts, strict=True))
-        ctx.save_for_backward(*(() if back is not None else (hidden, targets, normalizer, entropy)))
+        ctx.save_for_backward(*(() if back is not None else (hidden, own_targets, normalizer, entropy)))
         ctx.weight, ctx.options, ctx.early, ctx.back = weight, (temperature, kernels, size), early, back
+        ctx.ranks = ranks
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -219,7 +239,23 @@ class HeadLogprobs(torch.autograd.Function):
                 del logits
         elif d_picked is not None:
             ctx.early.compare(d_picked)
-        return back.d_hidden, back.d_weight, None, None, None, None, None
+        d_hidden = back.d_hidden if ctx.ranks is None else ctx.ranks.sum_(back.d_hidden)
+        return d_hidden, back.d_weight, *[None] * 7
+
+
+def combine_parts(
+    picked: torch.Tensor, entropy: torch.Tensor, normalizer: torch.Tensor, inside: torch.Tensor, ranks: TensorGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return target log-probability, entropy and log-normalizer over the vocabulary from those over the ranks' parts.
+
+    A part with normalizer n_r and entropy e_r has the share exp(n_r - n) of the probability and the mean logit
+    n_r - e_r.
+    """
+    target = torch.where(inside, picked + normalizer, 0.0)  # its logit
+    logits, entropies, normalizers = ranks.stacked(torch.stack([target, entropy, normalizer])).unbind(1)
+    whole = normalizers.logsumexp(0)
+    mean = ((normalizers - whole).exp() * (normalizers - entropies)).sum(0)
+    return logits.sum(0) - whole, whole - mean, whole
 
 
 class HeadDivergence(torch.autograd.Function):
@@ -266,10 +302,10 @@ class HeadDivergence(torch.autograd.Function):
         return back.d_hidden, back.d_weight, *[None] * 6
 
 
-def chunk_size(weight: torch.Tensor, heads: int = 1) -> int:
-    """Return the number of positions whose logits are held at once, of `heads` models."""
+def chunk_size(weight: torch.Tensor, heads: int = 1, columns: int = 0) -> int:
+    """Return the number of positions whose logits are held at once: `columns` of each of `heads` models; 0: all."""
     most = LOGITS_PER_CPU_CHUNK if weight.device.type == "cpu" else LOGITS_PER_CHUNK
-    size = max(1, most // (heads * len(weight)))
+    size = max(1, most // (heads * (columns or len(weight))))
     return size - (size % 128 if size > 128 else 0)  # whole tiles of a matrix product
 
 

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.core import ops
 from posttrain.core.types import SamplingDistribution
+from posttrain.parallel.tensor import local_ids
+from posttrain.parallel.tensor_group import TensorGroup
 
 LogitsHead = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states [n, H] -> float32 logits [n, V]."""
@@ -49,11 +51,13 @@ def token_logprobs(
     vocabulary: int,
     distribution: SamplingDistribution = SamplingDistribution(),  # noqa: B008  frozen
     entropy_gradient: bool = False,
+    ranks: TensorGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of each target, and the entropy of its distribution (detached by default): both [n].
 
     Both are of the distribution that is sampled from. The current weights decide which tokens truncation leaves, and a
     target is always among them: otherwise weights that changed since it was sampled could give it probability 0.
+    `ranks`: those that divide the vocabulary, of which `head` then returns a part; nothing is truncated.
     """
 
     def chunk(states: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,10 +69,16 @@ def token_logprobs(
         if least is not None:
             out = (logits < least).scatter_(-1, wanted[:, None], False)
             kept = logits.masked_fill(out, -torch.inf)
-        normalizer = kept.logsumexp(-1)
-        picked = kept.gather(-1, wanted[:, None])[:, 0] - normalizer
+        normalizer = kept.logsumexp(-1) if ranks is None else ranks.logsumexp(kept.logsumexp(-1))
+        if ranks is None:
+            picked = kept.gather(-1, wanted[:, None])[:, 0] - normalizer
+        else:
+            index, inside = local_ids(wanted, vocabulary, ranks)
+            share = kept.gather(-1, index[:, None])[:, 0] * inside - normalizer / ranks.size
+            picked = ranks.total(share)
         with nullcontext() if entropy_gradient else torch.no_grad():  # logits: 0 times -inf would be NaN
-            entropy = normalizer - ((kept - normalizer[:, None]).exp() * logits).sum(-1)
+            mean = ((kept - normalizer[:, None]).exp() * logits).sum(-1)
+            entropy = normalizer - mean if ranks is None else ranks.total(normalizer / ranks.size - mean)
         return picked, entropy
 
     logprobs, entropy = in_chunks(chunk, chunk_length(vocabulary), hidden, targets)
@@ -85,22 +95,30 @@ def token_divergence(
     jsd_beta: float,
     temperature: float,
     top_k: int = 0,
+    ranks: TensorGroup | None = None,
 ) -> torch.Tensor:
     """Return the divergence between the teacher's and the student's next-token distributions at each position: [n].
 
     forward_kl is KL(teacher || student), reverse_kl is KL(student || teacher); jsd mixes m = beta teacher +
     (1 - beta) student and returns beta KL(teacher || m) + (1 - beta) KL(student || m). With `top_k` the outcomes are
-    the teacher's likeliest tokens, and one more that stands for all others.
+    the teacher's likeliest tokens, and one more that stands for all others. `ranks`: those that divide the vocabulary,
+    of which the heads then return a part; without top_k.
     """
 
+    def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+        if ranks is None:
+            return logits.log_softmax(-1)
+        return logits - ranks.logsumexp(logits.logsumexp(-1))[:, None]
+
     def chunk(states: torch.Tensor, teacher_states: torch.Tensor) -> tuple[torch.Tensor]:
-        student = (head(states) / temperature).log_softmax(-1)
+        student = log_softmax(head(states) / temperature)
         with torch.no_grad():
-            teacher = (teacher_head(teacher_states) / temperature).log_softmax(-1)
+            teacher = log_softmax(teacher_head(teacher_states) / temperature)
         if 0 < top_k < vocabulary:
             likeliest = teacher.topk(top_k, dim=-1).indices
             teacher, student = (with_rest(logp.gather(-1, likeliest)) for logp in (teacher, student))
-        return (divergence_of(teacher, student, kind, jsd_beta),)
+        divergence = divergence_of(teacher, student, kind, jsd_beta)
+        return (divergence if ranks is None else ranks.total(divergence),)
 
     (divergence,) = in_chunks(chunk, chunk_length(vocabulary), hidden, teacher_hidden)
     return divergence

@@ -24,6 +24,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from posttrain.nn.optimizer_rules import STATES, make_optimizer, restored_state,
 from posttrain.nn.schedule_free import ScheduleFreeAdamW
 from posttrain.nn.weights import FROZEN_PART, MASTER
 from posttrain.parallel.fsdp import ModelShards
-from posttrain.parallel.shards import local_shard, shard_slices
+from posttrain.parallel.shards import local_shard, read_shard
 
 EVERY_STATE = tuple(dict.fromkeys(key for keys in STATES.values() for key in keys))
 FIRST_SCALE, LARGEST_SCALE = 2.0**16, 2.0**24
@@ -344,9 +345,9 @@ class Optimizer:
             self.scale = LossScale(**json.loads((folder / SCALE_FILE).read_text(encoding="utf-8")))
         self.steps = 0
         for name, master in self.masters.items():
-            part = shard_slices(self.parameters[name])
+            parameter = self.parameters[name]
             if self.saves_master(name) or (self.shards is not None and f"master/{name}" in saved.places):
-                master.copy_(saved.read(f"master/{name}", part))
+                master.copy_(read_shard(parameter, partial(saved.read, f"master/{name}")))
             rule, optimizer = self.rules[name], self.by_rule[self.rules[name]]
             written = [key for key in EVERY_STATE if f"{key}/{name}" in saved.places]
             if not set(written) <= set(STATES[rule]):
@@ -354,8 +355,12 @@ class Optimizer:
                     f"{folder}: the states of {name} ({', '.join(written)}) are not those of {rule}. Resume with the "
                     "train.optimizer that the run began with."
                 )
-            like = part if rule == "adamw" else None  # other rules are of whole tensors
-            state = {key: saved.read(f"{key}/{name}", like if key != "step" else None) for key in written}
+            state = {
+                key: read_shard(parameter, partial(saved.read, f"{key}/{name}"))
+                if rule == "adamw" and key != "step"  # other rules are of whole tensors
+                else saved.read(f"{key}/{name}")
+                for key in written
+            }
             optimizer.state.pop(master, None)
             if state:  # absent before the first step
                 self.steps = max(self.steps, int(state["step"]))
@@ -368,7 +373,7 @@ class Optimizer:
         if self.average:
             saved = TensorFiles(folder, "ema")
             for name, tensor in self.average.items():
-                tensor.copy_(saved.read(name, shard_slices(self.parameters[name])))
+                tensor.copy_(read_shard(self.parameters[name], partial(saved.read, name)))
 
 
 class MomentStaging:

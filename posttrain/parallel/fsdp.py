@@ -28,12 +28,13 @@ from torch.distributed.tensor import DTensor
 from posttrain.checkpoints.tensor_files import LazyTensors
 from posttrain.core.types import Outputs
 from posttrain.parallel.context import ContextGroup, HeadExchange, choose_ulysses_degree
-from posttrain.parallel.expert import shard_experts
+from posttrain.parallel.expert import ExpertExchange, shard_experts
 from posttrain.parallel.layouts import ParallelLayout, check_layout
 from posttrain.parallel.pipeline import Pipeline
 from posttrain.parallel.ring import Ring
-from posttrain.parallel.shards import full_tensor, local_shard
-from posttrain.parallel.tensor import apply_tensor_parallel, is_tensor_sharded
+from posttrain.parallel.shards import full_tensor, is_tensor_sharded, local_shard
+from posttrain.parallel.tensor import apply_tensor_parallel, runs_in_blocks
+from posttrain.parallel.tensor_group import TensorGroup
 
 T = TypeVar("T")
 
@@ -100,10 +101,12 @@ class ModelShards:
     dtype: torch.dtype  # that the model computes in
     mesh: DeviceMesh
     pipeline: Pipeline | None = None
+    tensor: TensorGroup | None = None
     context: ContextGroup | None = None  # set by `shard`
     root: Any = None  # FullParameters, as FSDP's root
     summed: frozenset[str] = frozenset()  # replicated parameters whose gradients are summed over tensor ranks
     experts: list[Any] = field(default_factory=list)  # modules that hold whole experts, which FSDP leaves alone
+    exchange: ExpertExchange | None = None  # of the tokens of these experts
     unread: list[Callable[[], None]] = field(default_factory=list)  # read the weights of parameters on the meta device
 
     @classmethod
@@ -116,7 +119,11 @@ class ModelShards:
         layout.check_devices(dist.get_world_size())
         sizes = layout.tensor_parallel, layout.replicate, layout.pipeline_parallel
         mesh = make_mesh(dist.group.WORLD, device.type, *sizes)
-        return cls(layout, device, dtype, mesh, make_pipeline(mesh, layout, device))
+        pipeline = make_pipeline(mesh, layout, device)
+        tensor = None
+        if layout.tensor_parallel > 1:
+            tensor = TensorGroup.from_group(mesh.get_group("tensor"), sequence=layout.sequence_parallel)
+        return cls(layout, device, dtype, mesh, pipeline, tensor)
 
     @property
     def rank(self) -> int:
@@ -135,6 +142,16 @@ class ModelShards:
     def tensor_group(self) -> dist.ProcessGroup:
         return self.mesh.get_group("tensor")
 
+    @property
+    def held_on(self) -> torch.device:
+        """The device on which the shards of parameters are."""
+        return torch.device("cpu") if "parameters" in self.layout.offload else self.device
+
+    def tensor_ranks_of(self, model: Any) -> TensorGroup | None:
+        """Return the tensor ranks with which a model is divided by blocks; None if it is not."""
+        in_blocks = runs_in_blocks(model.config, sequence=self.layout.sequence_parallel)
+        return self.tensor if in_blocks else None
+
     # Sharding
 
     def shard(self, model: Any, others: Sequence[torch.nn.Module | None] = ()) -> None:
@@ -150,10 +167,17 @@ class ModelShards:
             for owner in module.modules():
                 for name, buffer in owner._buffers.items():
                     owner._buffers[name] = None if buffer is None else buffer.to(self.device)
-            if self.layout.tensor_parallel > 1 and hasattr(module, "config"):
-                self.summed |= apply_tensor_parallel(module, self.mesh["tensor"], self.device)
+            if self.tensor is not None and hasattr(module, "config"):
+                divides_experts = module is model and self.layout.expert_parallel > 1
+                summed = apply_tensor_parallel(
+                    module, self.mesh["tensor"], self.device, self.tensor, with_experts=not divides_experts
+                )
+                self.summed = summed if module is model else self.summed
         if self.layout.expert_parallel > 1:
-            self.experts = shard_experts(model, self.expert_mesh["data"], self.device, self.dtype)
+            mesh = self.expert_mesh["data", "tensor"]
+            in_host = "parameters" in self.layout.offload
+            self.exchange = ExpertExchange(mesh.get_group("data"), self.device, self.dtype, in_host=in_host)
+            self.experts = shard_experts(model, mesh, self.held_on, self.exchange)
         self.root = FullParameters(modules)
         for module in modules:
             for layer in decoder_layers(module):
@@ -164,8 +188,7 @@ class ModelShards:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
         if self.unread:
-            device = torch.device("cpu") if "parameters" in self.layout.offload else self.device
-            self.root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+            self.root._apply(lambda x: torch.empty_like(x, device=self.held_on) if x.is_meta else x)
             for read in self.unread:
                 read()
             self.unread.clear()
@@ -237,7 +260,9 @@ class ModelShards:
             gradients[name] = torch.zeros_like(local_shard(parameter))
         if self.experts and self.layout.expert_copies(self.size) > 1:  # FSDP leaves divided experts alone
             for name in sorted(self.expert_names(parameters) & gradients.keys()):
-                dist.all_reduce(gradients[name], group=self.expert_mesh.get_group("replicate"))
+                total = gradients[name].to(self.device)  # it may be in host memory
+                dist.all_reduce(total, group=self.expert_mesh.get_group("replicate"))
+                gradients[name].copy_(total)
         size = self.layout.tensor_parallel
         for name, gradient in gradients.items():
             if size > 1 and not is_tensor_sharded(parameters[name]):

@@ -44,6 +44,8 @@ class ParallelLayout:
     """Pipeline stages that each of them holds; with several the schedule is interleaved."""
     layers_per_stage: tuple[int, ...] = ()
     """Layers of each stage; empty: equally many, as far as possible."""
+    sequence_parallel: bool = False
+    """Tensor ranks also divide the tokens between attention and MLPs, and the vocabulary (parallel/tensor.py)."""
 
     def __post_init__(self) -> None:
         if self.zero not in (2, 3):
@@ -52,11 +54,6 @@ class ParallelLayout:
             raise UsageError(f"cluster.tensor_parallel_size is {self.tensor_parallel}; it must be at least 1")
         if self.context_parallel < 1:
             raise UsageError(f"cluster.context_parallel_size is {self.context_parallel}; it must be at least 1")
-        if self.expert_parallel > 1 and "parameters" in self.offload:
-            raise UsageError(
-                "cluster.offload parameters and cluster.expert_parallel_size cannot be combined: divided experts stay "
-                "on the device. Remove one of them."
-            )
 
     @property
     def ranks_per_sample(self) -> int:
@@ -101,7 +98,7 @@ def check_layout(layout: ParallelLayout, devices: int, model: Any, *, in_4bit: b
     if in_4bit:
         raise UsageError(QUANTIZED)
     if layout.tensor_parallel > 1:
-        check_tensor_parallel(model, layout.tensor_parallel)
+        check_tensor_parallel(model, layout.tensor_parallel, sequence=layout.sequence_parallel)
     if layout.context_parallel > 1:
         sizes = layout.context_parallel, layout.tensor_parallel, layout.ulysses_degree
         check_context_parallel(model.config.get_text_config(), *sizes)

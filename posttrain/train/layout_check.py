@@ -31,6 +31,7 @@ def layout_of(config: Config, role: str) -> ParallelLayout:
         virtual_stages=placed.virtual_stages,
         layers_per_stage=placed.layers_per_stage,
         defer_reduction=config.cluster.defer_gradient_reduction,
+        sequence_parallel=config.cluster.sequence_parallel and placed.tensor_parallel > 1,
     )
 
 

@@ -188,6 +188,7 @@ class Learner:
         runner = self.with_full_parameters(ModelRunner.from_model, model)
         if self.shards is not None:
             runner.context, runner.pipeline = self.shards.context, self.shards.pipeline
+            runner.tensor = self.shards.tensor_ranks_of(model)
         if self.pipeline is None:
             self.with_full_parameters(verify_against_stock, runner)
         else:
@@ -250,6 +251,9 @@ class Learner:
         if self.runner.noise is not None:
             self.runner.noise.step = self.optimizer.steps
         metrics = MetricSums()
+        exchange = None if self.shards is None else self.shards.exchange
+        if exchange is not None:
+            exchange.received = []  # of passes without gradients
         with self.seeded_dropout():
             batches = self.with_counted_flops(self.micro_batches(samples, objective.group_size))
             loss = partial(
@@ -262,6 +266,8 @@ class Learner:
                     if self.shards is not None:
                         self.shards.set_last_micro_batch(last)
                     self.with_full_parameters(loss, batch).backward()
+        if exchange is not None:
+            metrics.add("expert_imbalance", *exchange.imbalance())
         sums = metrics.read()
         error, _ = sums.pop(GRADIENT_ERROR, (0.0, None))
         if error > 1e-4:

@@ -300,7 +300,13 @@ def kept_pass(config: Config, algo: Algorithm, device: torch.device, samples: li
         return PassMemory()
     sharding, sizes = sharding_of(config), tuple((len(sample), int(sample.mask.sum())) for sample in samples)
     stages = sharding.pipeline, sharding.virtual, sharding.layers_per_stage
-    divided = sharding.context, sharding.devices > 1, stages, offloads_activations(config, device)
+    divided = (
+        sharding.token_ranks,
+        sharding.sequence,
+        sharding.devices > 1,
+        stages,
+        offloads_activations(config, device),
+    )
     key = ("pass", astuple(config.model), type(algo), device.type, sizes, divided)
     return memory.kept(key, lambda: estimate_pass(config, algo, device, samples))
 
@@ -317,10 +323,10 @@ def estimate_pass(config: Config, algo: Algorithm, device: torch.device, samples
     with suppress(RuntimeError, NotImplementedError):
         one = memory.pass_memory(
             model,
-            with_listed_tokens(context_slice(samples, sharding.context), algo),
+            with_listed_tokens(context_slice(samples, sharding.token_ranks), algo),
             request,
             teacher,
-            kernels=device.type == "cuda",
+            kernels=device.type == "cuda" and not sharding.sequence,
             sharded=sharding.devices > 1,
             offload=offloads_activations(config, device),
         )
@@ -396,12 +402,16 @@ def sharding_of(config: Config, role: str = "actor") -> Sharding:
     data = found.devices // tensor // found.pipeline_parallel
     deferred = config.cluster.defer_gradient_reduction
     stages = found.pipeline_parallel, found.virtual_stages, found.layers_per_stage
-    sizes = found.expert_parallel, found.replicate, deferred, *stages
-    return Sharding(data, tensor, found.zero, context, *sizes, found.ulysses_degree)
+    return Sharding(
+        *(data, tensor, found.zero, context, found.expert_parallel, found.replicate, deferred, *stages),
+        ulysses=found.ulysses_degree,
+        sequence=config.cluster.sequence_parallel and tensor > 1,
+        in_host="parameters" in config.cluster.offload,
+    )
 
 
 def context_slice(samples: list[Sample], ranks: int) -> list[Sample]:
-    """Return the part of one context-parallel rank: fewer tokens of each sample, as many trained on as possible."""
+    """Return the part of one of the ranks that divide tokens: fewer of each sample, as many trained on as possible."""
     if ranks == 1:
         return samples
     found = []

@@ -153,11 +153,12 @@ def pass_seconds(
     gradient = (1 + work.trained_share) * backward
     products = 2 * work.used_weights * tokens / tensor * (forwards + gradient)
     logits = 1 + (2 if work.trained_share == 1 else 1) * backward + (not step.separable) * backward
-    products += 2 * work.head_weights * counted * logits
+    outside = tensor if sharding.sequence else 1  # ranks that divide what is between attention and MLPs
+    products += 2 * work.head_weights * counted * logits / outside
     attention = work.attention_flops(step.squares) * share / tensor * (forwards + 2.5 * backward)
     moved = work.gates * tokens / tensor * (GATE_BYTES[0] * forwards + GATE_BYTES[1] * backward)
-    moved += work.layers * work.hidden * tokens * (HIDDEN_BYTES[0] * forwards + HIDDEN_BYTES[1] * backward)
-    moved += work.vocabulary * counted * (LOGIT_BYTES[0] + LOGIT_BYTES[1] * backward)
+    moved += work.layers * work.hidden * tokens / outside * (HIDDEN_BYTES[0] * forwards + HIDDEN_BYTES[1] * backward)
+    moved += work.vocabulary * counted / outside * (LOGIT_BYTES[0] + LOGIT_BYTES[1] * backward)
     if backward:
         moved += GRADIENT_BYTES * count * work.trained / tensor / (sharding.experts if work.expert_weights else 1)
     parts = {
@@ -168,9 +169,8 @@ def pass_seconds(
     kernels = sum(parts.values())
     launches = count * work.layers * LAUNCH_SECONDS * (forwards + 2 * backward) / 3
     parts["host"] = max(0.0, launches - kernels) + count * IDLE_SECONDS * (1 + 2 * backward) / 3
-    parts[SUMS] = work.layers * machines.sum_seconds(
-        2 * work.element_size * tokens * work.hidden * (forwards + backward), tensor, 1
-    )
+    sums = forwards + backward * (1.5 if sharding.sequence else 1)  # tokens are gathered once more, half a sum
+    parts[SUMS] = work.layers * machines.sum_seconds(2 * work.element_size * tokens * work.hidden * sums, tensor, 1)
     exchanged = work.element_size * tokens * work.exchanged_width / tensor * (forwards + backward)
     ulysses = sharding.ulysses or max(ulysses_degrees(work.heads // tensor, work.kv_heads // tensor, context))
     parts[CONTEXT] = work.layers * machines.exchange_seconds(exchanged, ulysses, tensor)
@@ -190,7 +190,7 @@ def pass_seconds(
         parts["host transfers"] = parts.get("host transfers", 0.0) + max(0.0, moved - kernels)
     parts[GATHERING] = max(0.0, gathered - kernels)
     if sharding.pipeline > 1:
-        boundary = work.element_size * tokens * work.hidden * (1 + backward) * sharding.virtual
+        boundary = work.element_size * tokens * work.hidden / outside * (1 + backward) * sharding.virtual
         parts[STAGES] = boundary / machines.bandwidth(2, sharding.data * tensor)
         parts[BUBBLE] = sum(parts.values()) * (sharding.pipeline - 1) / (sharding.virtual * count)
     return StepTime({name: seconds for name, seconds in parts.items() if seconds})

@@ -15,8 +15,10 @@ from posttrain.algorithms import ALGORITHMS, RolloutSettings
 from posttrain.cluster.base import split_evenly
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import PosttrainError, UsageError
-from posttrain.core.types import count_units
+from posttrain.core.types import ForwardRequest, Sample, count_units
+from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
+from posttrain.nn.forward import forward
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
 from tests.invariance.test_split import algorithm, prepared
@@ -29,16 +31,21 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters": {"family": "qwen3", "lora_rank": 4},
     "half precision": {"family": "llama", "dtype": "bfloat16"},
     "experts": {"family": "mixtral"},
+    "adapters on experts": {"family": "qwen2_moe", "lora_rank": 4},
 }
-BY_FOUR = ("tied", "experts")
-SPLIT = ("tied", "value head", "adapters", "half precision")  # those that tensor parallelism knows
-FOUR: dict[str, dict[str, int]] = {
+BY_FOUR = ("tied", "experts", "adapters on experts")
+FOLDERS = ("qwen2", "qwen3", "llama", "mixtral", "qwen2_moe", "gpt2")
+MIXTURES = ("experts", "adapters on experts")
+FOUR: dict[str, dict[str, Any]] = {
     "four": {},
     "two by two": {"tensor_parallel": 2},
     "two copies": {"replicate": 2},
+    "tokens and vocabulary": {"tensor_parallel": 2, "sequence_parallel": True},
     "expert groups": {"expert_parallel": 2},
+    "experts by heads": {"expert_parallel": 2, "tensor_parallel": 2},
 }
-DIVIDED = {case: ParallelLayout(tensor_parallel=2) for case in SPLIT} | {"experts": ParallelLayout(expert_parallel=2)}
+SAVED_BY_FOUR = ("two copies", "tokens and vocabulary", "expert groups", "experts by heads")
+DIVIDED = {case: ParallelLayout(tensor_parallel=2) for case in CASES} | {"experts": ParallelLayout(expert_parallel=2)}
 
 
 class Trained:
@@ -70,6 +77,7 @@ class Trained:
         found = []
         for _ in range(steps):
             sums = self.learner.forward_backward(mine, objective, by, sum(map(len, samples)))
+            self.sums = sums
             found.append([sums.get("loss", (0.0, None))[0] / by, self.learner.step(rate)["grad_norm"]])
         return found
 
@@ -109,7 +117,33 @@ def two(rank: int, folders: dict[str, str], place: Path) -> dict[str, Any]:
             found[f"{case}: answers of the divided"] = answers(split.learner)
     found |= weights_that_travel(folders) | sampler(folders) | looks(folders) | refusals(folders)
     idle_experts(folders)
+    imbalance_of_experts(folders)
+    found["saved activations"] = [saved_per_token(folders, options) for options in ACTIVATIONS]
     return found
+
+
+ACTIVATIONS: list[dict[str, Any]] = [{}, {"tensor_parallel": 2, "sequence_parallel": True}]
+
+
+def saved_per_token(folders: dict[str, str], options: dict[str, Any]) -> float:
+    """Return the bytes per token that this rank keeps from the forward to the backward pass."""
+    layout = ParallelLayout(**options) if options else None
+    learner = Learner(ModelConfig(path=folders["llama"]), TrainConfig(), layout=layout)
+    request = ForwardRequest(names=frozenset({"logprobs"}))
+    found = []
+    for tokens in (64, 128):
+        batch = collate([Sample(tokens=np.arange(6, 6 + tokens, dtype=np.int32) % 100, mask=np.arange(tokens) > 0)])
+        saved: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor, saved: dict[int, torch.Tensor] = saved) -> torch.Tensor:
+            saved[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            total = learner.with_full_parameters(lambda b: forward(learner.runner, b, request).logprobs.sum(), batch)
+        total.backward()
+        found.append(sum(tensor.untyped_storage().nbytes() for tensor in saved.values()))
+    return (found[1] - found[0]) / 64  # without the parameters, which are saved as well
 
 
 def idle_experts(folders: dict[str, str]) -> None:
@@ -127,6 +161,23 @@ def idle_experts(folders: dict[str, str]) -> None:
     for name, moment in before.items():
         now = optimizer.adam.state[optimizer.masters[name]]["exp_avg"]
         torch.testing.assert_close(now, moment * optimizer.adam.defaults["betas"][0])
+
+
+def imbalance_of_experts(folders: dict[str, str]) -> None:
+    """The metric is what the routers' choices say: the rows of the rank with the most, over the mean, by layers."""
+    trained = Trained("experts", folders, DIVIDED["experts"])
+    loads: list[torch.Tensor] = []
+
+    def count(router: Any, inputs: Any, output: Any) -> None:
+        loads.append(output[2].reshape(-1).bincount(minlength=4).view(2, 2).sum(1).double())
+
+    for layer in trained.learner.model.model.layers:
+        layer.mlp.gate.register_forward_hook(count)
+    trained.learn(1)
+    whole = torch.stack(loads)
+    dist.all_reduce(whole)
+    most, mean = trained.sums["expert_imbalance"]
+    assert most == whole.max(1).values.sum() and mean == whole.mean(1).sum() and mean < most <= 2 * mean
 
 
 def looks(folders: dict[str, str]) -> dict[str, Any]:
@@ -151,7 +202,9 @@ def looks(folders: dict[str, str]) -> dict[str, Any]:
 def weights_that_travel(folders: dict[str, str]) -> dict[str, Any]:
     """From a model in parts into a whole one."""
     found: dict[str, Any] = {}
-    for case, layout in (("tied", DIVIDED["tied"]), ("adapters", ParallelLayout()), ("experts", DIVIDED["experts"])):
+    travelling = [("tied", ParallelLayout(tensor_parallel=2, sequence_parallel=True)), ("experts", DIVIDED["experts"])]
+    travelling += [("adapters", ParallelLayout()), ("adapters on experts", ParallelLayout(expert_parallel=2))]
+    for case, layout in travelling:
         source = Trained(case, folders, layout)
         source.learn(2, 0.05)
         plain = ModelConfig(path=source.model.path)
@@ -198,7 +251,6 @@ def refusals(folders: dict[str, str]) -> dict[str, Any]:
         ("no experts", "llama", experts, 0),
         ("three", "mixtral", ParallelLayout(expert_parallel=3), 0),
         ("odd experts", "odd experts", experts, 0),
-        ("adapters", "mixtral", experts, 4),
     ):
         try:
             Learner(ModelConfig(path=folders[family], lora_rank=rank), TrainConfig(), layout=layout)
@@ -211,13 +263,11 @@ def four(rank: int, folders: dict[str, str], place: Path) -> dict[str, Any]:
     found = {}
     for case in BY_FOUR:
         for name, sizes in FOUR.items():
-            if ("tensor_parallel" not in sizes or case in SPLIT) and (
-                "expert_parallel" not in sizes or case not in SPLIT
-            ):
+            if "expert_parallel" not in sizes or case in MIXTURES:
                 trained = Trained(case, folders, ParallelLayout(**sizes))
                 trained.learner.load(saved_by(case, "two", place))
                 found[f"{case}: {name}"] = trained.learn(2)
-                if name in ("two copies", "expert groups"):
+                if name in SAVED_BY_FOUR:
                     trained.learner.save(saved_by(case, name, place))
         trained = Trained(case, folders, ParallelLayout())
         trained.learner.load(saved_by(case, "one", place))
@@ -230,7 +280,7 @@ def found(tmp_path_factory):
     """Tiny models, what one process, two and four say, and the folder where they left their checkpoints."""
 
     def make(base: Path) -> dict[str, Any]:
-        folders = {name: str(tiny_folder(name, base)) for name in ("qwen2", "qwen3", "llama", "mixtral", "gpt2")}
+        folders = {name: str(tiny_folder(name, base)) for name in FOLDERS}
         folders["one head"] = str(tiny_folder("llama", base / "odd", num_key_value_heads=1))
         folders["odd experts"] = str(tiny_folder("mixtral", base / "odd", num_local_experts=3))
         alone, place = {}, base / "checkpoints"
@@ -264,8 +314,8 @@ def test_any_layout_goes_on_with_what_another_saved(found, case):
     results = {"one": resumed.learn(2)}
     if case in BY_FOUR:
         results["four"] = together(found["4"], f"{case}: four")
-        for layout in ("two copies", *(["expert groups"] if case == "experts" else [])):
-            results[layout] = together(found["4"], f"{case}: {layout}")
+        for layout in SAVED_BY_FOUR[: None if case in MIXTURES else 2]:
+            results[layout] = together(found["4"], f"{case}: {layout}", FOUR[layout].get("tensor_parallel", 1))
             again = Trained(case, found["folders"])
             again.learner.load(found["place"] / f"{case}-{layout}")
             assert again.learn(1)[0][1] > 0, "what copies saved one process can load"
@@ -273,7 +323,7 @@ def test_any_layout_goes_on_with_what_another_saved(found, case):
         results["divided"] = together(found["2"], f"{case}: divided", DIVIDED[case].ranks_per_sample)
         if not rough:
             assert found["2"][0][f"{case}: answers of the divided"] == found["2"][0][f"{case}: answers"]
-    if case in BY_FOUR and case in SPLIT:
+    if case in BY_FOUR:
         results["two by two"] = together(found["4"], f"{case}: two by two", 2)
     for layout, result in results.items():
         for (loss, norm), (wanted_loss, wanted_norm) in zip(result, expected, strict=True):
@@ -313,10 +363,15 @@ def test_a_checkpoint_of_many_is_a_plain_hugging_face_folder(found, case):
         assert any("experts.3.w2.weight" in name for name in found["2"][0]["experts: names"])
 
 
+def test_sequence_parallelism_divides_what_is_kept_for_the_backward_pass(found):
+    for rank in found["2"]:
+        one, divided = rank["saved activations"]
+        assert 0.5 * one <= divided < 0.6 * one, (one, divided)
+
+
 def test_what_cannot_be_split_is_said(found):
     assert "GPT2LMHeadModel (gpt2) cannot be split" in found["2"][0]["family"]
     assert "size is 2, which does not divide the model's num key value heads, which is 1" in found["2"][0]["heads"]
     assert "size is 2, but LlamaForCausalLM has no experts to divide" in found["2"][0]["no experts"]
     assert "cluster.expert_parallel_size is 3; it must divide 2, the devices among which FSDP" in found["2"][0]["three"]
-    assert "size is 2, but experts with adapters cannot be divided" in found["2"][0]["adapters"]
     assert "size is 2, which does not divide the 3 experts of a layer" in found["2"][0]["odd experts"]

@@ -30,6 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # processes, and how they di
     "pp2 x fsdp2": (4, {"pipeline_parallel": 2}),
     "pp4": (4, {"pipeline_parallel": 4}),
     "pp2 x tp2": (4, {"pipeline_parallel": 2, "tensor_parallel": 2}),
+    "pp2 x sp2": (4, {"pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}),
     "pp2 x cp2": (4, {"pipeline_parallel": 2, "context_parallel": 2}),
     "pp2 x ep2": (4, {"pipeline_parallel": 2, "expert_parallel": 2}),
     "pp2 interleaved x 2 copies": (4, {"pipeline_parallel": 2, "virtual_stages": 2, "replicate": 2}),
@@ -50,7 +51,7 @@ CASES = {
     "first layers frozen": Case("sft", "llama", model={"freeze_layers": 2}),  # of stages without a trained weight
     "noise on embeddings": Case("sft", "qwen3", update={"neftune_noise_alpha": 50.0}, tokens=60),
     "fused layers": Case("sft", "qwen3", fat=True, tokens=60),
-    "experts": Case("sft", "mixtral", tokens=30, splits=False, experts=True, everywhere=True),
+    "experts": Case("sft", "mixtral", tokens=30, experts=True, everywhere=True),
 }
 
 

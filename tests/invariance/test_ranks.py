@@ -22,14 +22,19 @@ from tests.invariance.test_split import algorithm, prepared
 from tests.invariance.worlds import once, run_world
 from tests.tiny import tiny_folder
 
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # processes, and how they divide the model
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # processes, and how they divide the model
     "fsdp2": (2, {}),
     "tp2": (2, {"tensor_parallel": 2}),
+    "sp2": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
     "cp2": (2, {"context_parallel": 2}),
     "ep2": (2, {"expert_parallel": 2}),
+    "ep2 x tp2": (4, {"expert_parallel": 2, "tensor_parallel": 2}),
     "fsdp4": (4, {}),
     "fsdp2 x tp2": (4, {"tensor_parallel": 2}),
     "fsdp2 x cp2": (4, {"context_parallel": 2}),
+    "cp2 x sp2": (4, {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}),
+    "ep2 x sp2": (4, {"expert_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}),
+    "hsdp of 2 copies x sp2": (4, {"replicate": 2, "tensor_parallel": 2, "sequence_parallel": True}),
     "cp2 x tp2": (4, {"context_parallel": 2, "tensor_parallel": 2}),
     "cp4": (4, {"context_parallel": 4}),
     "ring of 2": (2, {"context_parallel": 2, "ulysses_degree": 1}),
@@ -78,10 +83,9 @@ CASES = {
     "ppo": Case("ppo", steps=5, everywhere=True),
     "ppo critic": Case("ppo", critic=True, steps=5, everywhere=True),
     "grpo": Case("grpo", steps=5, tokens=100, everywhere=True, copies=True),
-    "ppo with a shared critic": Case(
-        "ppo", "llama", {"share_critic": True, "value_loss_coef": 0.5}, splits=False, tokens=60
-    ),
-    "distill": Case("distill", "qwen2_untied", splits=False, tokens=30),
+    "ppo with a shared critic": Case("ppo", "llama_odd", {"share_critic": True, "value_loss_coef": 0.5}, tokens=60),
+    "distill": Case("distill", "qwen2_untied", tokens=30),
+    "distill, jsd": Case("distill", "qwen2_untied", {"divergence": "jsd"}, tokens=30),
     "adapters": Case("sft", "llama", model={"lora_rank": 4}, tokens=60, everywhere=True, copies=True),
     "adapters on a score": Case("reward", "qwen3", model={"lora_rank": 4}),
     "zero 2, activations checkpointed": Case("sft", "qwen3", model={"gradient_checkpointing": True}, zero=2),
@@ -93,21 +97,23 @@ CASES = {
         "sft",
         "mixtral",
         model={"router_aux_loss_coef": 0.1},
-        splits=False,
         experts=True,
         tokens=30,
         copies=True,
         everywhere=True,
     ),
-    "adapters on experts": Case("sft", "mixtral", model={"lora_rank": 4}, splits=False),
+    "adapters on experts": Case("sft", "mixtral", model={"lora_rank": 4}, experts=True, everywhere=True),
     "adapters beside experts": Case(
         "sft",
         "mixtral",
         model={"lora_rank": 4, "lora_target_modules": ("q_proj", "o_proj")},
-        splits=False,
         experts=True,
     ),
-    "latent attention": Case("sft", "deepseek_v3", splits=False, experts=True),
+    "latent attention": Case("sft", "deepseek_v3", experts=True),
+    "latent attention, adapters": Case("grpo", "deepseek_v2", model={"lora_rank": 4}, experts=True),
+    "shared experts": Case("dpo", "qwen2_moe", model={"gradient_checkpointing": True}, experts=True),
+    "norms of heads, experts": Case("reward", "qwen3_moe", model={"router_aux_loss_coef": 0.1}, experts=True),
+    "experts in host memory": Case("sft", "mixtral", offload=True, experts=True),
     "fat layers": Case("sft", "qwen3", fat=True, tokens=60),
     "fat layers and adapters": Case("sft", "llama", model={"lora_rank": 4}, fat=True),
     "positions learnt": Case("sft", "gpt2", splits=False),
@@ -117,6 +123,8 @@ CASES = {
 def tried(case: Case, layout: str) -> bool:
     size, options = LAYOUTS[layout]
     able = (case.splits or "tensor_parallel" not in options) and (case.experts or "expert_parallel" not in options)
+    if case.fat and "sequence_parallel" in options:  # which runs the model's own layers
+        return False
     if {"replicate", "defer_reduction"} & options.keys():
         return able and case.copies
     return able and (case.everywhere or size == 2)

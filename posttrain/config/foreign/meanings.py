@@ -159,6 +159,16 @@ def if_true(values: Found, note: str = "") -> Meaning:
     return Meaning(tuple(values), note, lambda value, given: dict(values) if truth(value) else {})
 
 
+def sequence_parallel(*sizes: str) -> Meaning:
+    """Translate Megatron's switch, which has an effect where one of the given tensor-parallel sizes is above 1."""
+
+    def translate(value: Any, given: Given) -> Found:
+        divided = any((number(given.get(name)) or 1) > 1 for name in sizes)
+        return {"cluster.sequence_parallel": "true"} if truth(value) and divided else {}
+
+    return Meaning(("cluster.sequence_parallel",), "where tensor parallelism divides the model", translate)
+
+
 def listed(option: str, note: str = "") -> Meaning:
     """Translate to a list; names separated by commas are split."""
     return Meaning((option,), note, lambda value, given: {option: items(value)})
@@ -181,6 +191,9 @@ def needless(reason: str) -> Meaning:
 def says_verb(values: Mapping[str, tuple[str, ...]], note: str = "") -> Meaning:
     """Translate a value that names the algorithm, which is the verb here."""
     return Meaning(note=note or "not an option: the verb here", verbs=values)
+
+
+EXPERTS_BY_TENSORS = unrelated("experts are divided among tensor-parallel devices like the other matrices")
 
 
 # Values

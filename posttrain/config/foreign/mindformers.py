@@ -20,6 +20,7 @@ from posttrain.config.foreign.meanings import (
     needless,
     number,
     positive_only,
+    sequence_parallel,
     truth,
     unrelated,
 )
@@ -123,6 +124,7 @@ TRAINING: Table = {
     "eval_step_interval": positive_only("eval.every_steps", "-1 there is 0 here: only at the end"),
     "parallel_config.model_parallel": "cluster.tensor_parallel_size",
     "parallel_config.data_parallel": made("cluster.devices", by=devices, note="all devices together"),
+    "parallel_config.use_seq_parallel": sequence_parallel("parallel_config.model_parallel"),
     "parallel_config.context_parallel": "cluster.context_parallel_size",
     "parallel_config.expert_parallel": "cluster.expert_parallel_size",
     "parallel_config.pipeline_stage": "cluster.pipeline_parallel_size",

@@ -7,6 +7,7 @@ from typing import Any
 from posttrain.config.foreign.huggingface import KERNELS, NO_REMOTE_CODE, PACKING, SAVES_ALL, STEP_LOG
 from posttrain.config.foreign.meanings import (
     EVERY,
+    EXPERTS_BY_TENSORS,
     GROUPED,
     ONLINE,
     STEP_TOKENS,
@@ -33,6 +34,7 @@ from posttrain.config.foreign.meanings import (
     part_of,
     positive_only,
     ratio,
+    sequence_parallel,
     truth,
     unrelated,
     vllm,
@@ -202,6 +204,10 @@ PARALLEL: Table = {
         by=virtual_stages,
         note="stages per device: the layers divided by this number and by the pipeline size; with interleaved",
     ),
+    "sequence_parallel": sequence_parallel(
+        *(f"{section}tensor_model_parallel_size" for section in ("", "actor_config.", "megatron_training."))
+    ),
+    "expert_tensor_parallel_size": EXPERTS_BY_TENSORS,
     "noop_layers": unrelated("stages may have different numbers of layers: cluster.pipeline_layers_per_stage"),
 }
 RUN: Table = {
@@ -614,7 +620,7 @@ FLAGS: Table = {
     "lora_target_modules": listed("model.lora_target_modules"),
     "lora_fusion lora_load": by_hand("model.path", note="a run directory, or a model merged by posttrain export"),
     "moe_aux_loss_coeff": "model.router_aux_loss_coef",
-    "use_mcore_models sequence_parallel use_distributed_optimizer overlap_grad_reduce overlap_param_gather": MEGATRON,
+    "use_mcore_models use_distributed_optimizer overlap_grad_reduce overlap_param_gather": MEGATRON,
     "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups": MEGATRON,
     "max_position_embeddings position_embedding_type rotary_base normalization norm_epsilon swiglu": MEGATRON,
     "untie_embeddings_and_output_weights disable_bias_linear add_qkv_bias init_method_std": MEGATRON,

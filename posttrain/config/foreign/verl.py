@@ -16,6 +16,7 @@ from posttrain.config.foreign.huggingface import (
     scheduler,
 )
 from posttrain.config.foreign.meanings import (
+    EXPERTS_BY_TENSORS,
     GROUPED,
     OFFLOADED_ACTIVATIONS,
     OFFLOADED_INPUTS,
@@ -42,6 +43,7 @@ from posttrain.config.foreign.meanings import (
     positive_only,
     product,
     reward_model,
+    sequence_parallel,
     truth,
     unrelated,
     vllm,
@@ -368,6 +370,8 @@ ACTOR_ROWS: Table = with_pattern(
             "cluster.zero_stage", {"true": "3", "false": "2"}, note="3 frees parameters after each layer, 2 keeps them"
         ),
         "megatron.tensor_model_parallel_size": "cluster.tensor_parallel_size",
+        "megatron.sequence_parallel": sequence_parallel(f"{ACTOR}.megatron.tensor_model_parallel_size"),
+        "megatron.expert_tensor_parallel_size": EXPERTS_BY_TENSORS,
         "megatron.context_parallel_size": "cluster.context_parallel_size",
         "megatron.expert_model_parallel_size": "cluster.expert_parallel_size",
         "megatron.pipeline_model_parallel_size": "cluster.pipeline_parallel_size",

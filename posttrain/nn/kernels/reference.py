@@ -158,14 +158,15 @@ def target_logprobs_backward(
     d_picked: torch.Tensor,
     d_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the gradient of the logits [n, V], written over them."""
+    """Return the gradient of the logits [n, V], written over them. A target of -1 is not among these V tokens."""
     logp = scale_by_temperature(logits, temperature).sub_(normalizer[:, None])
     if d_entropy is None:
         gradient = logp.exp_().mul_(-d_picked[:, None])
     else:
         p = logp.exp()
         gradient = -p * (d_picked[:, None] + d_entropy[:, None] * (logp + entropy[:, None]))
-    gradient.scatter_add_(-1, targets[:, None], d_picked[:, None].to(gradient.dtype))
+    d_target = torch.where(targets < 0, 0.0, d_picked)
+    gradient.scatter_add_(-1, targets.clamp(min=0)[:, None], d_target[:, None].to(gradient.dtype))
     if temperature != 1.0:
         gradient /= temperature
     return gradient if gradient.data_ptr() == logits.data_ptr() else logits.copy_(gradient)

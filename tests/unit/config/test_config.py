@@ -563,6 +563,10 @@ LAYOUTS = [
         {"pipeline_parallel_size": 2, "offload": ["parameters"]},
         "^cluster.offload parameters and cluster.pipeline_parallel_size cannot be combined",
     ),
+    (
+        {"sequence_parallel": True},
+        "^cluster.sequence_parallel divides activations .* but cluster.tensor_parallel_size is 1",
+    ),
     ({"reward_zero_stage": [2], "reward_devices": [1, 1, 1]}, "^cluster.reward_devices has 3 values for 1 rewards"),
 ]
 

@@ -38,6 +38,7 @@ def options_of(rng: random.Random, folders: dict[str, str]) -> list[str]:
     chosen["cluster.pipeline_parallel_size"] = rng.choice((1, 1, 1, 2, 2, 4))
     if chosen["cluster.pipeline_parallel_size"] > 1 and rng.random() < 0.3:
         chosen |= {"cluster.virtual_pipeline_parallel_size": 2, "cluster.pipeline_schedule": "interleaved"}
+    chosen["cluster.sequence_parallel"] = rng.choice(("false", "false", "true"))
     chosen |= {"model.path": folders[rng.choice(FAMILIES)]}
     words = [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
     return words + ["--cluster.offload", "parameters"] * (rng.random() < 0.1)

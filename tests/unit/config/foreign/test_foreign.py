@@ -209,6 +209,7 @@ VALUES = {
         "rollout.max_tokens": 2048,
         "data.max_length": 1024,
         "cluster.tensor_parallel_size": 2,
+        "cluster.sequence_parallel": True,
         "cluster.reference_tensor_parallel_size": 2,
         "cluster.pipeline_parallel_size": 4,
         "reward.functions": ("base_acc",),
