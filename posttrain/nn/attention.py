@@ -243,8 +243,11 @@ def attend_around_ring(
     """Compute `packed_attention` on a rank of a ring, which holds some tokens of its heads."""
     assert packing.ring is not None and packing.context is not None and packing.context.ring is not None
     kernel: BlockKernel = FlashBlocks(scaling) if packing.groups is None else PlainBlocks(scaling, softcap)
-    streams = (stream.squeeze(0).transpose(0, 1) for stream in (query, key, value))
-    out, lse = RingAttention.apply(*streams, packing.context.ring, packing.ring, sliding_window, kernel)
+    q, k, v = (stream.squeeze(0).transpose(0, 1) for stream in (query, key, value))
+    width = v.shape[2]
+    v = v if packing.groups is not None else as_wide_as_keys(v, k)
+    out, lse = RingAttention.apply(q, k, v, packing.context.ring, packing.ring, sliding_window, kernel)
+    out = out[..., :width]
     if s_aux is not None:  # a learnt score per head that takes probability away from all keys
         out = out * torch.sigmoid(lse - s_aux.float()[:, None]).T[..., None].to(out.dtype)
     return out[None]
@@ -387,12 +390,16 @@ def varlen_attention(
         k, v = (GatherKeys.apply(stream, packing.keys, *(packing.key_uses or ())) for stream in (k, v))
     ranges = (packing.starts, key_starts, packing.max_length, max_keys)
     width = v.shape[2]
-    if width < k.shape[2]:  # latent attention: the kernel needs values as wide as keys
-        v = F.pad(v, (0, k.shape[2] - width))
+    v = as_wide_as_keys(v, k)
     generating = torch.is_inference_mode_enabled()  # prompts are short: flash-attn-4 takes longer to launch
     if not generating and flash_attn_4_is_verified(q, k, v, ranges, scaling, sliding_window, padded=packing.padded):
         return flash_attn_4_kernel(q, k, v, ranges, scaling, sliding_window)[..., :width]
     return torch_varlen_kernel(q, k, v, ranges, scaling, sliding_window)[..., :width]
+
+
+def as_wide_as_keys(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Pad the values of latent attention with zeros: the flash kernels need values as wide as keys."""
+    return v if v.shape[2] == k.shape[2] else F.pad(v, (0, k.shape[2] - v.shape[2]))
 
 
 Ranges = tuple[torch.Tensor, torch.Tensor, int, int]
