@@ -16,6 +16,7 @@ from typing import Any
 
 Messages = list[dict[str, str]]
 
+LARGEST, GUESSES = 100, 10
 IGNORED = 0.25  # share of guesses in demonstrations that ignore the answers
 TASK = "I think of a number from 1 to {largest}. Guess it in {guesses} guesses. Reply with the number only."
 NUMBER = re.compile(r"\s*(\d{1,9})\s*")
@@ -29,7 +30,8 @@ class GuessNumber:
     """
 
     def start(self, example: dict[str, Any]) -> Messages:
-        self.secret, self.largest, self.most = (int(example[name]) for name in ("secret", "largest", "guesses"))
+        self.secret = int(example["secret"])
+        self.largest, self.most = int(example.get("largest", LARGEST)), int(example.get("guesses", GUESSES))
         self.low, self.high, self.guesses, self.earned = 1, self.largest, 0, 0.0
         return example["messages"]
 
@@ -56,7 +58,7 @@ def answer(guess: int, secret: int) -> Messages:
     return [{"role": "user", "content": f"{'higher' if guess < secret else 'lower'} than {guess}"}]
 
 
-def demonstration(rng: random.Random, largest: int, guesses: int) -> dict[str, Any]:
+def demonstration(rng: random.Random, largest: int = LARGEST, guesses: int = GUESSES) -> dict[str, Any]:
     """Return a game of a careless player, as messages."""
     secret, low, high = rng.randint(1, largest), 1, largest
     messages = game(secret, largest, guesses)["prompt"]
@@ -79,9 +81,9 @@ def main() -> None:
     from two_stages import options, train
 
     parser = options(__doc__ or "")
-    parser.add_argument("--largest", type=int, default=100, help="the numbers are from 1 to this one")
-    parser.add_argument("--guesses", type=int, default=10, help="most guesses of a game")
-    parser.set_defaults(demonstrations=16_000)
+    parser.add_argument("--largest", type=int, default=LARGEST, help="the numbers are from 1 to this one")
+    parser.add_argument("--guesses", type=int, default=GUESSES, help="most guesses of a game")
+    parser.set_defaults(demonstrations=16_000, credit="turn")
     chosen = parser.parse_args()
     rules, rng = (chosen.largest, chosen.guesses), random.Random(0)
     train(

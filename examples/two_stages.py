@@ -26,6 +26,7 @@ def options(about: str) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=80, help="most steps of GRPO")
     parser.add_argument("--target", type=float, default=0.95, help="stop GRPO at this accuracy")
     parser.add_argument("--look_every", type=int, default=10, help="steps of GRPO between two measurements")
+    parser.add_argument("--credit", default="conversation", help="algo.credit: conversation, turn or step_group")
     parser.add_argument("--prompts", type=int, default=32, help="prompts per step of GRPO")
     parser.add_argument("--samples", type=int, default=16, help="episodes of each prompt")
     parser.add_argument("--held_out", type=int, default=200, help="episodes of a measurement")
@@ -78,6 +79,7 @@ def train(
                     "samples_per_prompt": chosen.samples,
                     "max_tokens": chosen.max_tokens,
                 },
+                "algo": {"credit": chosen.credit},
                 "train": {
                     "batch_size": chosen.prompts,
                     "learning_rate": chosen.grpo_rate,

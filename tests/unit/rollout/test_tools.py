@@ -232,11 +232,13 @@ def test_wrong_tools_are_refused(folder, monkeypatch):
 
 @pytest.mark.skipif(isolation()[0] == "unprotected", reason="programs cannot be isolated here")
 def test_the_sandbox_runs_programs(folder):
-    scripts = [[call("python", code="print(6 * 7)"), call("python", code="1 / 0"), "done<|end|>"]]
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    codes = ["print(6 * 7)", "1 / 0", killed, "print(7)"]
     with Tools(["sandbox"], workers=1, timeout_seconds=60) as tools:
-        [found] = play(tools, scripts)
-    good, bad = results(found)
+        [found] = play(tools, [[*(call("python", code=code) for code in codes), "done<|end|>"]])
+    good, bad, lost, after = results(found)
     assert good == "42\n" and "ZeroDivisionError" in bad and bad.endswith("error: exit code 1")
+    assert "error: exit code" in lost and after == "7\n" and not found.failure
 
 
 def test_an_mcp_server_over_pipes_is_a_tool_and_may_be_killed(folder):
