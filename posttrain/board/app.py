@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain.board.control import RunControl
 from posttrain.board.curves import csv_rows, curves, metric_names
+from posttrain.board.launch import Job, Launch, Launcher, form, presets, trainers, values_of_preset, values_of_run
 from posttrain.board.rollouts import ORDERS, Filter, RolloutReader, shared_prompts
 from posttrain.board.runs import BoardRun, RunList
 from posttrain.core.errors import UsageError
@@ -153,6 +154,7 @@ class Board:
         self.list = RunList(options.runs)
         self.readers: dict[str, RolloutReader] = {}
         self.control = RunControl() if options.allow_control else None
+        self.launcher = Launcher(self.list.roots)
 
     # What requests name
 
@@ -279,8 +281,59 @@ class Board:
 
     def allowed(self) -> RunControl:
         if self.control is None:
-            raise ApiError(403, "this board only reads; start it with --allow_control to stop and resume runs")
+            raise ApiError(403, "this board only reads; start it with --allow_control to start, stop and resume runs")
         return self.control
+
+    # The launch form. What reads files outside the run directories, or starts a process, needs a token.
+
+    def with_token(self) -> Launcher:
+        if not self.options.token:
+            raise ApiError(
+                403,
+                "this board reads nothing but runs; start it with --allow_control or a token for checks and presets",
+            )
+        return self.launcher
+
+    def trainers_page(self, query: Query) -> Any:
+        return {"trainers": trainers(), "checks": bool(self.options.token), "control": self.control is not None}
+
+    def form_page(self, query: Query) -> Any:
+        verb = query.text("trainer")
+        return {"options": form(verb), "presets": presets(verb) if self.options.token else []}
+
+    def values_page(self, query: Query) -> Any:
+        if query.text("run"):
+            return values_of_run(self.run(query.text("run")))
+        self.with_token()
+        return values_of_preset(query.text("trainer"), query.text("preset"))
+
+    def job_page(self, query: Query) -> Any:
+        return self.job_description(self.with_token().get(query.text("job")))
+
+    def jobs_page(self, query: Query) -> Any:
+        """Return the runs that this board has started, the newest first."""
+        jobs = list(self.launcher.jobs.values()) if self.options.token else []
+        return {"jobs": [self.job_description(job) for job in reversed(jobs) if job.kind == "run"][:20]}
+
+    def job_description(self, job: Job) -> dict[str, Any]:
+        folder = job.output_dir
+        known = next((run.id for run in self.list.find() if str(run.folder.path) == folder), "") if folder else ""
+        return job.describe() | {"run": known}
+
+    def preview(self, body: dict[str, Any]) -> Any:
+        """Return the command and the YAML of chosen values; nothing is read or started."""
+        try:
+            launch = Launch.read(body)
+        except UsageError as error:  # a value that an option cannot have; the form is being filled in
+            return {"command": "", "yaml": "", "problem": str(error)}
+        return {"command": launch.command, "yaml": launch.yaml, "problem": launch.problem}
+
+    def check(self, body: dict[str, Any]) -> Any:
+        return self.job_description(self.with_token().check(str(body.get("check", "")), Launch.read(body)))
+
+    def launch(self, body: dict[str, Any]) -> Any:
+        self.allowed()
+        return self.job_description(self.launcher.launch(body))
 
 
 def missing(what: str) -> Any:
@@ -322,15 +375,31 @@ class BoardServer:
             "/api/config": board.config_page,
             "/api/log": board.log_page,
             "/api/examples": board.examples_page,
+            "/api/trainers": board.trainers_page,
+            "/api/form": board.form_page,
+            "/api/values": board.values_page,
+            "/api/job": board.job_page,
+            "/api/jobs": board.jobs_page,
         }
-        change: dict[str, Callable[[dict[str, Any]], Any]] = {"/api/stop": board.stop, "/api/resume": board.resume}
+        change: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "/api/stop": board.stop,
+            "/api/resume": board.resume,
+            "/api/preview": board.preview,
+            "/api/check": board.check,
+            "/api/launch": board.launch,
+        }
         routes = [Route(path, page_handler(page), methods=["GET"]) for path, page in static_files().items()]
         routes += [Route(path, read_handler(answer), methods=["GET"]) for path, answer in read.items()]
         routes += [Route(path, json_only(change_handler(act)), methods=["POST"]) for path, act in change.items()]
         self.app = Starlette(
             routes=routes,
             middleware=[Middleware(SecurityHeaders), Middleware(RequestLifetime, count=lambda path, status: None)],
-            exception_handlers={ApiError: api_error, HTTPException: http_error, Exception: server_error},
+            exception_handlers={
+                ApiError: api_error,
+                UsageError: usage_error,
+                HTTPException: http_error,
+                Exception: server_error,
+            },
         )
         self.app.router.redirect_slashes = False
         self.http = HttpServer(self.app, HttpLimits(MAX_BODY_BYTES, REQUEST_SECONDS, self.admit))
@@ -361,6 +430,7 @@ class BoardServer:
             self.http.cut_off()
             await asyncio.wait((serving,), timeout=DRAIN_SECONDS)
         finally:
+            self.board.launcher.end_checks()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
         return 130 if signal.SIGINT in signals else 0
@@ -403,6 +473,11 @@ def change_handler(act: Callable[[dict[str, Any]], Any]) -> Handler:
         return as_json(await run_in_threadpool(act, body))
 
     return handle
+
+
+async def usage_error(_: HttpRequest, error: Exception) -> Response:
+    """Respond to options that the launch form has sent and a command would refuse."""
+    return ApiError(400, str(error)).response()
 
 
 async def http_error(request: HttpRequest, error: Exception) -> Response:

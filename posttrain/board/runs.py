@@ -118,9 +118,13 @@ class BoardRun:
     def config_text(self) -> str:
         return self.folder.read(CONFIG, limit=CONFIG_BYTES).decode("utf-8", "replace")
 
-    def config(self) -> dict[str, Any]:
-        """Return section.option -> value; empty if there is none, or none that can be read."""
+    def config_mapping(self) -> dict[str, Any]:
+        """Return the configuration as it is written; empty if there is none, or none that can be read."""
         return self._remembered("config", (CONFIG,), lambda: read_config(self.config_text()))
+
+    def config(self) -> dict[str, Any]:
+        """Return section.option -> value."""
+        return flat(self.config_mapping())
 
     def _remembered(self, name: str, file: tuple[str, ...], read: Callable[[], T]) -> T:
         """Return what was read from a file, read again only if the file has changed."""
@@ -318,7 +322,7 @@ def read_config(text: str) -> dict[str, Any]:
         found = yaml.load(text, PlainLoader)
     except (yaml.YAMLError, RecursionError, ValueError):
         return {}
-    return flat({str(name): value for name, value in found.items()}) if isinstance(found, dict) else {}
+    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 class PlainLoader(yaml.SafeLoader):

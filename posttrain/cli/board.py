@@ -29,7 +29,7 @@ class BoardArgs(ToolArgs):
     token: str = ""
     """Token that the page must send; it is safer in the environment variable POSTTRAIN_TOKEN."""
     allow_control: bool = False
-    """Let the page stop and resume runs; needs a token, and without one a random one is used and printed."""
+    """Let the page start, stop and resume runs; needs a token, and without one a random one is used and printed."""
     cache_dir: str = ""
     """Directory for indexes of recorded completions; empty: ~/.cache/posttrain/board."""
 
@@ -68,7 +68,7 @@ def run(args: list[str]) -> int:
     def ready(address: str) -> None:
         # After the number sign, so that the browser does not send it and no log records it.
         secret = f"/#token={quote(token, safe='')}" if token else "/"
-        can = "reads, stops and resumes" if options.allow_control else "only reads"
+        can = "reads, starts, stops and resumes" if options.allow_control else "only reads"
         print(f"board of {count} run{'s' * (count != 1)} on {address}{secret} ({can}). Ctrl-C stops it", flush=True)
 
     return asyncio.run(server.run(ready))

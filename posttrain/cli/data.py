@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ COMMANDS = {
     "preprocess": "tokenize files once into indexed files, which trainers read directly",
 }
 BAR = 40  # characters
+LONGEST_AS_JSON = 4000  # characters of a part of an example
 
 # Without a model every role is accepted, and tools are shown.
 ANY_ROLE = (
@@ -81,6 +83,8 @@ class DataCheckArgs(ToolArgs):
     """Replace the output file and the picture if they exist."""
     picture: str = ""
     """File to draw the lengths of prompts and completions into (.svg, .png or .html)."""
+    json: bool = False
+    """Print what was found as one JSON object."""
 
 
 ARGS = (DataCheckArgs, mix.MixArgs, split.SplitArgs, PreprocessArgs)
@@ -122,14 +126,20 @@ def check_data_files(args: list[str]) -> int:
     if not options.max_length and (options.model or options.tokenizer):
         options.max_length = DataConfig().max_length
     limit = options.max_length or None
+    if options.json and (options.near_duplicates or options.decontaminate):
+        raise UsageError("--json prints formats, lengths, examples and problems: leave it out with the other checks")
     failed = False
     panels: list[Any] = []
+    reports: list[SourceReport] = []
     with curation_checks(options, names) as checks:
         on_parsed = checks.add if options.near_duplicates or options.decontaminate else None
         for name in names:
             with reading_progress([name], cast(TextIO, console.file)) as (meter, progress):
                 report = check_source(name, make_encoder, kind, limit, options.full, meter, progress, on_parsed)
-            show_report(report, options, console)
+            if options.json:
+                reports.append(report)
+            else:
+                show_report(report, options, console)
             panels += length_panels(report) if options.picture else []
             failed = failed or bool(report.bad)
         if on_parsed is not None:
@@ -140,8 +150,41 @@ def check_data_files(args: list[str]) -> int:
         from posttrain.plots.files import write_charts
 
         write_charts(panels, Path(options.picture))
-        console.print(f"picture: {options.picture}", markup=False)
+        if not options.json:
+            console.print(f"picture: {options.picture}", markup=False)
+    if options.json:
+        print(json.dumps({"sources": [report_row(report, limit) for report in reports]}))
     return int(failed)
+
+
+def report_row(report: SourceReport, limit: int | None) -> dict[str, Any]:
+    """Return what was found in a source as JSON values; long texts of examples are cut in their middle."""
+    from posttrain.data.check import length_bins, shortened_text
+
+    lengths = report.lengths
+    return {
+        "source": report.name,
+        "kind": report.kind,
+        "formats": [{"format": description, "trainers": verbs} for description, verbs in report.descriptions],
+        "examples": report.examples,
+        "unusable": report.bad,
+        "duplicates": report.duplicates,
+        "too_long": report.too_long,
+        "mean_tokens": sum(lengths) / len(lengths) if lengths else None,
+        "most_tokens": max(lengths) if lengths else None,
+        "lengths": [{"from": low, "to": high, "count": count} for low, high, count in length_bins(lengths, limit)],
+        "rendered": [
+            {
+                "origin": origin,
+                "samples": [
+                    [{"text": shortened_text(part.text, LONGEST_AS_JSON), "trained": part.trained} for part in sample]
+                    for sample in samples
+                ],
+            }
+            for origin, samples in report.shown
+        ],
+        "problems": report.problems,
+    }
 
 
 def curation_checks(options: DataCheckArgs, names: Sequence[str]) -> CurationChecks:

@@ -60,6 +60,7 @@ class Option:
     title: str = ""  # of the group in which help lists it
     words: str = ""  # its type, in words
     rare: bool = False  # --help-all alone lists it
+    choices: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -137,7 +138,10 @@ def options_of(defaults: Any, section: str = RUN) -> Iterator[Option]:
             else group or (title_of(type(defaults), field.name) if is_tool(defaults) else section)
         )
         words, sentence = type_name(hints[field.name]), sentences.get(field.name, "")
-        found.append(Option(section, field.name, kind, default, sentence, positional, title, words, bool(group)))
+        choices = choices_of(hints[field.name])
+        found.append(
+            Option(section, field.name, kind, default, sentence, positional, title, words, bool(group), choices)
+        )
     order = {ARGUMENTS: 0, OPTIONS: 1}
     yield from sorted(found, key=lambda option: order.get(option.title, 2)) if is_tool(defaults) else found
 
@@ -208,13 +212,19 @@ NAMES = {int: "integer", float: "number", str: "text", bool: SWITCH}
 def placeholder(hint: Any) -> str:
     """Return the placeholder of an option's value: TEXT, NUMBER ..., or its choices in braces."""
     (first, *_) = get_args(hint) or (hint,)
-    choices = get_args(hint) if get_origin(hint) is Literal else get_args(first) if get_origin(first) is Literal else ()
     several = " ..." if get_origin(hint) is tuple else ""
-    if choices:
-        return f"{{{','.join(str(choice) for choice in choices if choice != '')}}}{several}"
+    if choices := choices_of(hint):
+        return f"{{{','.join(choices)}}}{several}"
     if get_origin(hint) is dict:
         return "JSON"
     return SWITCH if hint is bool else NAMES[first].upper() + several
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """Return the values of an option that has only some, as they are typed; one that is empty is left out."""
+    (first, *_) = get_args(hint) or (hint,)
+    choices = get_args(hint) if get_origin(hint) is Literal else get_args(first) if get_origin(first) is Literal else ()
+    return tuple(str(choice) for choice in choices if choice != "")
 
 
 def type_name(hint: Any) -> str:

@@ -271,9 +271,9 @@ def length_bins(lengths: Sequence[int], limit: int | None) -> list[tuple[int, in
     return bins
 
 
-def shortened_text(text: str) -> str:
-    """Shorten a long text in its middle and escape control characters for the terminal."""
-    if len(text) > LONGEST_SHOWN:
-        half = LONGEST_SHOWN // 2
+def shortened_text(text: str, longest: int = LONGEST_SHOWN) -> str:
+    """Shorten a long text in its middle and escape control characters."""
+    if len(text) > longest:
+        half = longest // 2
         text = f"{text[:half]} ... {len(text) - 2 * half:,} characters ... {text[-half:]}"
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

@@ -179,7 +179,13 @@ def test_every_page_fits_a_phone(shown, browser, scheme):
     browser.colours(scheme)
     run, other = shown.ids["environment"], shown.ids["failed"]
     routes = ["", *(f"run/{run}{tab}" for tab in ("", "/curves", "/completions", "/config", "/examples", "/logs"))]
-    routes += [f"group/{run}/0", f"compare/config?runs={run},{other}", f"compare/completions?runs={run},{other}"]
+    routes += [
+        "launch",
+        f"launch?from={run}",
+        f"group/{run}/0",
+        f"compare/config?runs={run},{other}",
+        f"compare/completions?runs={run},{other}",
+    ]
     try:
         for route in routes:
             visit(shown, route, "document.querySelector('main').innerText.length > 60")
@@ -187,6 +193,52 @@ def test_every_page_fits_a_phone(shown, browser, scheme):
             assert browser.evaluate("document.documentElement.dataset.theme") == scheme
     finally:
         browser.size(1200, 900)
+
+
+def test_the_form_shows_the_command_and_starts_the_run(tmp_path, shown, browser):
+    data = tmp_path / f"{HOSTILE.replace('/', '')}.jsonl"
+    data.write_text("".join(json.dumps(one) + "\n" for one in ROWS))
+    (tmp_path / "runs").mkdir()
+    field = "document.getElementById('option-{}')"
+
+    def enter(option, text):
+        value = f"f.value = {json.dumps(text)}; f.dispatchEvent(new Event('input'));"
+        browser.evaluate(f"{{ const f = {field.format(option)}; {value} }}")
+
+    def button(name):
+        browser.evaluate(f"[...document.querySelectorAll('button')].find(b => b.textContent === '{name}').click()")
+
+    visit(shown, "launch", "document.querySelector('.code').textContent.includes('posttrain sft')")
+    assert browser.evaluate("[...document.querySelectorAll('.result button')].filter(b => b.disabled).length") == 3
+    with board(tmp_path / "runs", token=TOKEN, allow_control=True) as server:
+        browser.open(f"{server.address}/#token={TOKEN}")
+        browser.wait("document.querySelector('h1')?.innerText === 'Runs'")
+        browser.evaluate("document.body.focus()")
+        for key in ("g", "n"):
+            browser.key(key)
+        browser.wait("document.querySelector('.notice')?.innerText.includes('model.path is not set')")
+        enter("model.path", "pico")
+        enter("data.train", str(data))
+        enter("train.max_steps", "two")
+        browser.wait("document.querySelector('.notice.bad')?.innerText.includes('must be a whole number')")
+        enter("train.max_steps", "2")
+        browser.wait("document.querySelector('.code').innerText.includes('--train.max_steps 2')")
+        browser.wait("!document.querySelector('.result button.primary').disabled")
+        assert browser.evaluate("location.hash.includes('max_steps')")  # a reload keeps the form
+        assert browser.evaluate("document.querySelectorAll('main script, main img').length") == 0
+        button("Start the run")
+        browser.wait("document.querySelector('dialog[open] .primary')")
+        assert not server.board.launcher.jobs  # not before it is confirmed
+        browser.evaluate("document.querySelector('dialog[open] .primary').click()")
+        browser.wait("[...document.querySelectorAll('.result a')].some(a => a.innerText === 'Open the run')")
+        (job,) = server.board.launcher.jobs.values()
+        assert job.started.process.wait(PATIENCE) == 0
+        browser.evaluate(
+            "[...document.querySelectorAll('.result a')].find(a => a.innerText === 'Open the run').click()"
+        )
+        browser.wait("document.querySelector('.pill.finished')")
+        assert (tmp_path / "runs/sft-001/config.yaml").is_file()
+    shown.browser.requests.clear()
 
 
 def test_a_run_is_stopped_with_the_token_and_not_without(tmp_path, shown, browser):

@@ -5,8 +5,9 @@ import { showRuns } from "./runs.js";
 import { showRun } from "./run.js";
 import { showCompare } from "./compare.js";
 import { showGroup } from "./group.js";
+import { showLaunch } from "./launch.js";
 
-const PAGES = { "": showRuns, run: showRun, compare: showCompare, group: showGroup };
+const PAGES = { "": showRuns, run: showRun, compare: showCompare, group: showGroup, launch: showLaunch };
 const REFRESH_MS = 3000;
 const main = document.getElementById("main"), live = document.getElementById("live"), dialog = document.getElementById("dialog");
 let leave = new AbortController();
@@ -73,7 +74,7 @@ async function route() {
 }
 
 let current = { keys: {} };
-const HELP = [["g r", "runs"], ["j / k", "next and previous row"], ["Enter", "open"], ["x", "choose a run"], ["c", "compare the chosen runs"], ["1 … 6", "tabs of a run"], ["/", "search"], ["[ and ]", "previous and next group"], ["← →", "values of a chart that has the focus"], ["t", "light, dark, as the system"], ["?", "this list"]];
+const HELP = [["g r", "runs"], ["g n", "new run"], ["j / k", "next and previous row"], ["Enter", "open"], ["x", "choose a run"], ["c", "compare the chosen runs"], ["1 … 6", "tabs of a run"], ["/", "search"], ["[ and ]", "previous and next group"], ["← →", "values of a chart that has the focus"], ["t", "light, dark, as the system"], ["?", "this list"]];
 
 document.getElementById("help").addEventListener("click", () => {
   dialog.replaceChildren(h("h2", {}, "Keys"), h("table", {}, HELP.map(([keys, text]) => h("tr", {}, h("td", {}, h("kbd", {}, keys)), h("td", {}, text)))), h("div", { class: "row end" }, h("button", { on: { click: () => dialog.close() } }, "Close")));
@@ -107,6 +108,7 @@ addEventListener("keydown", event => {
   const rows = [...main.querySelectorAll("[data-row]")], here = rows.indexOf(document.activeElement.closest?.("[data-row]"));
   const actions = {
     "g r": () => { location.hash = "#/"; },
+    "g n": () => { location.hash = "#/launch"; },
     "?": () => document.getElementById("help").click(),
     t: () => theme.click(),
     j: () => rows[Math.min(rows.length - 1, here + 1)]?.focus(),

@@ -28,7 +28,7 @@ export async function showRun(page) {
   await ({ curves: () => showCurves(page, [run], box), completions: () => showCompletions(page, run, box), config: () => showConfig(page, [run], box), examples: () => showExamples(page, run, box), logs: () => showLogs(page, run, box) }[tab] || (() => showOverview(page, run, box, painted)))();
 }
 
-function confirmed(question, action) {
+export function confirmed(question, action) {
   const dialog = document.getElementById("dialog"), close = value => () => dialog.close(value);
   dialog.returnValue = "";
   dialog.replaceChildren(h("p", { class: "wrap" }, question), h("div", { class: "row end" }, h("button", { on: { click: close("") } }, "Cancel"), h("button", { class: "primary", on: { click: close("yes") } }, action)));

@@ -22,7 +22,7 @@ export async function showRuns(page) {
   const orderBox = select(order, [["newest", "newest first"], ["state", "by state"], ["name", "by name"]], value => { order = value; page.remember({ order: value === "newest" ? "" : value }); draw(true); });
   const table = h("table", { class: "runs" }, h("thead", {}, h("tr", {}, h("th"), h("th", {}, "run"), h("th", {}, "state"), h("th", {}, "steps"), h("th", { class: "number" }, "speed"), h("th", { class: "number" }, "metric"), h("th", {}, ""), h("th", { class: "number" }, "memory"), h("th", { class: "number" }, "changed"))), body);
   search.addEventListener("input", () => { page.remember({ q: search.value }); draw(true); });
-  page.main.replaceChildren(h("div", { class: "top" }, h("h1", {}, "Runs"), count, h("span", { class: "space" }), search, orderBox), h("section", { class: "card list" }, h("div", { class: "scroll" }, table)), bar);
+  page.main.replaceChildren(h("div", { class: "top" }, h("h1", {}, "Runs"), count, h("span", { class: "space" }), search, orderBox, h("a", { class: "button primary", href: "#/launch" }, "New run")), h("section", { class: "card list" }, h("div", { class: "scroll" }, table)), bar);
 
   const toggle = run => { if (chosen.has(run.id)) chosen.delete(run.id); else chosen.add(run.id); draw(true); };
   const row = run => {
