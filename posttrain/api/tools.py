@@ -22,7 +22,7 @@ from posttrain.core.temporary import TemporaryFolder
 if TYPE_CHECKING:
     from posttrain.config.sections import ModelConfig
     from posttrain.convert.conversion import ConversionReport
-    from posttrain.inference.evaluation import Comparison, Figure
+    from posttrain.core.statistics import Comparison, Figure
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Row = dict[str, Any]

@@ -151,7 +151,8 @@ def run_with_harness(options: EvalArgs) -> int:
 
     quiet_libraries()
     from posttrain.config.sections import DataConfig
-    from posttrain.inference.harness import HarnessRun, compare_rows, read_rows
+    from posttrain.harness.base import compare_rows, read_rows
+    from posttrain.inference.harness import HarnessRun
     from posttrain.pipelines import RunHarness
     from posttrain.pipelines.stage import REPORT, open_folder, run_in
 

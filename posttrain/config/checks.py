@@ -15,6 +15,7 @@ from posttrain.config.sections import (
     ROLES,
     ClusterConfig,
     Config,
+    EvalConfig,
     OnlineClusterConfig,
     OnlineConfig,
     option_value,
@@ -56,6 +57,10 @@ BOUNDS: tuple[tuple[str, float, float | None], ...] = (
     ("model.lora_dropout", 0, 0.999999),
     ("model.router_aux_loss_coef", 0, None),
     ("eval.every_steps", 0, None),
+    ("eval.num_fewshot", -1, None),
+    ("eval.max_task_examples", 0, None),
+    ("eval.early_stopping_patience", 0, None),
+    ("eval.early_stopping_threshold", 0, None),
     ("save.every_steps", 0, None),
     ("log.completions_every_steps", 0, None),
     ("save.max_checkpoints", 1, None),
@@ -129,6 +134,7 @@ def check(config: Config, *, data: bool = True) -> Config:
     )
     check_weights(config, refuse)
     check_data(config, refuse)
+    check_evaluation(config, refuse)
     for key, low, high in BOUNDS:
         refuse(*outside(config, key, low, high))
     refuse(
@@ -180,6 +186,38 @@ def check_trackers(config: Config, refuse: Refuse) -> None:
     refuse(
         bool(log.prometheus_file) and not log.prometheus_file.endswith(".prom"),
         f"log.prometheus_file is {log.prometheus_file}; node_exporter reads files whose names end in .prom.",
+    )
+
+
+def check_evaluation(config: Config, refuse: Refuse) -> None:
+    """Raise UsageError for options of evaluation that conflict or have no effect."""
+    evaluation, source = config.eval, config.data
+    refuse(
+        bool(evaluation.harness) and not evaluation.tasks,
+        f"eval.harness is {evaluation.harness}, but eval.tasks is not set. Name its tasks: --eval.tasks gsm8k",
+    )
+    harness = (
+        ("tasks", "lm-eval or inspect-ai", bool(evaluation.harness)),
+        ("max_task_examples", "lm-eval or inspect-ai", bool(evaluation.harness)),
+        ("num_fewshot", "lm-eval", evaluation.harness == "lm-eval"),
+        ("apply_chat_template", "lm-eval", evaluation.harness == "lm-eval"),
+    )
+    for name, needed, has_effect in harness:
+        changed = getattr(evaluation, name) != getattr(EvalConfig(), name)
+        refuse(changed and not has_effect, f"eval.{name} has no effect without eval.harness {needed}. Set it, too.")
+    measured = bool(source.eval or source.eval_fraction or evaluation.harness)
+    for name in ("metric_for_best_model", "early_stopping_patience"):
+        refuse(
+            bool(getattr(evaluation, name)) and not measured,
+            f"eval.{name} is set, but there is nothing to evaluate on. Set data.eval, data.eval_fraction or eval.harness.",
+        )
+    refuse(
+        bool(evaluation.early_stopping_patience) and not evaluation.every_steps,
+        "eval.early_stopping_patience counts evaluations, but eval.every_steps is 0. Set the steps between them.",
+    )
+    refuse(
+        bool(evaluation.early_stopping_threshold) and not evaluation.early_stopping_patience,
+        "eval.early_stopping_threshold has no effect without eval.early_stopping_patience. Set it, too.",
     )
 
 
@@ -315,8 +353,9 @@ def check_data(config: Config, refuse: Refuse) -> None:
         f"data.eval names files and data.eval_fraction is {data.eval_fraction}; set one of them.",
     )
     refuse(
-        bool(every and not data.eval and not data.eval_fraction),
-        f"eval.every_steps is {every} but there is nothing to evaluate on. Set data.eval or data.eval_fraction.",
+        bool(every and not data.eval and not data.eval_fraction and not config.eval.harness),
+        f"eval.every_steps is {every} but there is nothing to evaluate on. Set data.eval or data.eval_fraction, or "
+        "eval.harness.",
     )
 
 

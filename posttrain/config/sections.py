@@ -153,10 +153,29 @@ class TrainConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
-    """When to evaluate."""
+    """When to evaluate, on what besides data.eval, and which metric decides."""
 
     every_steps: int = 0
     """Steps between evaluations; 0: only at the end, if there is evaluation data."""
+    harness: Literal["", "lm-eval", "inspect-ai"] = ""
+    """Evaluate also, or instead of data.eval, with the tasks and scores of this package: eval.tasks."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of eval.harness by name or file."""
+    num_fewshot: int = -1
+    """Solved examples in each prompt of lm-eval; -1: as the task says."""
+    apply_chat_template: bool = False
+    """Render the prompts of lm-eval as conversations, by the model's chat template."""
+    max_task_examples: int = 0
+    """Use only this many examples of each of eval.tasks; 0: all."""
+    metric_for_best_model: str = ""
+    """Metric of evaluations that decides which checkpoint is the best, such as TASK/acc; empty: loss, or reward for
+    online trainers."""
+    metric_mode: Literal["auto", "min", "max"] = "auto"
+    """Whether smaller (min) or larger (max) values of it are better; auto: smaller for losses and perplexities."""
+    early_stopping_patience: int = 0
+    """End the run when this many evaluations in a row have not improved the metric; 0: never."""
+    early_stopping_threshold: float = 0.0
+    """Smaller improvements do not count for eval.early_stopping_patience."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,95 +1,39 @@
-"""Scores of evaluation harnesses, lm-eval and inspect-ai, that run a model through the local engine.
-
-The harness has the tasks and computes the scores; the engine computes what it asks for: log-probabilities of
-continuations, and completions. Each example's scores are written, so that two models can be compared in pairs.
-"""
+"""Loads a model and runs the tasks of an evaluation harness with it."""
 
 from __future__ import annotations
 
-import importlib
-import json
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
 
 from posttrain.config.sections import DataConfig, ModelConfig
-from posttrain.core.errors import DataError, UsageError
-from posttrain.inference.evaluation import Comparison, Figure, compare, mean, share
+from posttrain.harness.base import EvaluatedModel, HarnessScores, HarnessTasks, check_tasks, evaluate_tasks
 from posttrain.inference.model import InferenceModel
-
-MODULES = {"lm-eval": "posttrain.inference.lm_eval", "inspect-ai": "posttrain.inference.inspect_ai"}
-Z = 1.96  # of a 95% confidence interval
 
 
 @dataclass(kw_only=True, slots=True)
-class HarnessRun:
+class HarnessRun(HarnessTasks):
     """Settings: a model, and the tasks of a harness."""
 
-    harness: Literal["lm-eval", "inspect-ai"]
-    tasks: tuple[str, ...]
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)  # its chat template
-    num_fewshot: int = -1  # -1: as the task says
-    apply_chat_template: bool = False
-    max_examples: int = 0  # of each task; 0: all
-    batch_size: int = 512
-    seed: int = 0
-    log_dir: str = ""  # where inspect-ai writes its own log
-
-
-@dataclass(slots=True)
-class HarnessScores:
-    """What a harness found: figures by task and metric, and a row per example with its scores."""
-
-    figures: dict[str, Figure]
-    rows: list[dict[str, Any]]
 
 
 def run_harness(config: HarnessRun) -> HarnessScores:
     """Run the tasks; UsageError if the harness is not installed, or has no such task."""
-    harness: Any = importlib.import_module(MODULES[config.harness])
-    harness.check_tasks(config)
+    check_tasks(config)
     model = InferenceModel(config.model, config.data)
-    model.learner.model.eval()
-    scores: HarnessScores = harness.evaluate(config, model)
-    return scores
-
-
-def figure_of(value: float, examples: Sequence[float], stderr: float | None) -> Figure:
-    """Return a score with its interval.
-
-    If the score is the mean over examples, the interval is Wilson's for values from 0 to 1, and the normal one for
-    others; otherwise the harness's standard error counts. Without any, the interval is the value alone.
-    """
-    if examples and math.isclose(math.fsum(examples) / len(examples), value, rel_tol=1e-9, abs_tol=1e-12):
-        return share(examples) if all(0 <= each <= 1 for each in examples) else mean(examples)
-    half = Z * stderr if stderr is not None and math.isfinite(stderr) else 0.0
-    return Figure(value, value - half, value + half)
-
-
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Read the rows that an evaluation wrote; DataError if the file is not one of those."""
-    try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        assert all(isinstance(row["scores"], dict) and isinstance(row["key"], str) for row in rows)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        raise DataError(f"{file}: not scores of a harness: {error!r}") from None
-    return rows
-
-
-def compare_rows(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> dict[str, Comparison]:
-    """Compare the first model with the second on the examples of both, by task and metric.
-
-    An example is the same if its task, its content and its prompt are.
-    """
-    others = {row["key"]: row["scores"] for row in second}
-    pairs: dict[str, list[tuple[float, float]]] = {}
-    for row in first:
-        for name, value in row["scores"].items():
-            if (other := others.get(row["key"], {}).get(name)) is not None:
-                pairs.setdefault(f"{row['task']}/{name}", []).append((other, value))
-    if not pairs:
-        raise UsageError("the two evaluations have no example in common: other tasks, other data or other prompts")
-    return {name: compare([a for a, _ in found], [b for _, b in found]) for name, found in pairs.items()}
+    learner = model.learner
+    learner.model.eval()
+    return evaluate_tasks(
+        config,
+        EvaluatedModel(
+            name=model.name,
+            tokenizer=model.tokenizer,
+            runner=learner.runner,
+            stop_ids=model.stop_ids,
+            context=model.context,
+            min_shared_prefix=learner.min_shared_prefix,
+            pack=learner.pack,
+            encode=model.encode,
+            generate=model.generate,
+        ),
+    )

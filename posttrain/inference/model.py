@@ -10,8 +10,9 @@ from typing import Any
 from posttrain.config.sections import DataConfig, ModelConfig, TrainConfig
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Prompt, Sample
+from posttrain.data.encoding.conversation import encode_conversation
 from posttrain.data.encoding.encoder import Encoder
-from posttrain.data.reading.examples import Message, PromptExample
+from posttrain.data.reading.examples import Message
 from posttrain.engines.base import LOCAL, EngineSpec, GenerationRequest, OnToken, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.models.paths import base_model_path, resolve_path
@@ -61,18 +62,6 @@ class InferenceModel:
     ) -> list[Sample]:
         """Generate one completion per request."""
         return self.engine.generate(requests, sampling, on_token)
-
-
-def encode_conversation(encoder: Encoder, messages: list[Message], name: str, tools: list[Any] | None = None) -> Prompt:
-    """Encode a conversation up to where the completion begins; `name`: of the model, for errors."""
-    if not encoder.tokenizer.chat_template:
-        raise UsageError(
-            f"{name}: the model has no chat template. Set one, for example --chat_template chatml, or "
-            '--chat_template "Human: {}\\nAssistant: "'
-        )
-    (prompt,) = encoder.prompts([PromptExample(origin="the conversation", prompt=messages, tools=tools)])
-    assert prompt is not None, "nothing is dropped unless data.on_overlong is drop"
-    return prompt
 
 
 def stop_ids_of(model: ModelConfig, tokenizer: Any, template: str) -> tuple[int, ...]:

@@ -17,11 +17,11 @@ from posttrain.config.compare import option_defaults
 from posttrain.config.parsing import from_mapping
 from posttrain.config.sections import Config, as_mapping
 from posttrain.core.errors import UsageError
-from posttrain.core.files import atomic_write_json, new_folder
+from posttrain.core.files import new_folder
 from posttrain.core.logging import part_of_command
 from posttrain.core.progress import ProgressDisplay
 from posttrain.data.reading.sources import find_files, read_records
-from posttrain.inference.completion_files import write_rows
+from posttrain.harness.base import FIGURES
 from posttrain.inference.generate import Generation, check_generation, generate
 from posttrain.inference.harness import HarnessRun, run_harness
 from posttrain.inference.score import ScoreProgress, Scoring, score_file
@@ -122,7 +122,7 @@ class RunHarness(Stage):
 
     @property
     def figures_file(self) -> Path:
-        return self.out.with_name("figures.json")
+        return self.out.with_name(FIGURES)
 
     def reads(self) -> list[str]:
         return [self.config.model.path, *(task for task in self.config.tasks if Path(task).is_file())]
@@ -132,8 +132,7 @@ class RunHarness(Stage):
 
     def run(self, quiet: bool) -> Figures:
         scores = run_harness(replace(self.config, log_dir=str(self.out.parent / "inspect")))
-        write_rows(self.out, scores.rows)
-        atomic_write_json(self.figures_file, {name: asdict(figure) for name, figure in scores.figures.items()})
+        scores.write(self.out.parent)
         return {"examples": len(scores.rows), **{name: figure.value for name, figure in scores.figures.items()}}
 
     def written_files(self) -> list[Path]:

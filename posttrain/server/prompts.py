@@ -16,6 +16,7 @@ import numpy as np
 
 from posttrain.core.errors import PosttrainError, UsageError, tokenizer_errors
 from posttrain.core.types import Ints
+from posttrain.data.encoding.conversation import encode_conversation
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.encoding.tool_formats import message_grammar, without_dropped_reasoning
 from posttrain.endpoint.errors import ApiError
@@ -23,7 +24,7 @@ from posttrain.endpoint.messages import MessageFormat
 from posttrain.endpoint.protocol import CompletionRequest
 from posttrain.endpoint.request_fields import parse_body
 from posttrain.engines.grammar import GrammarCompiler
-from posttrain.inference.model import InferenceModel, encode_conversation
+from posttrain.inference.model import InferenceModel
 
 FORGET_AFTER = 10_000  # conversations after which the encoder's cache of message shapes is dropped
 

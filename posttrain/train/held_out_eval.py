@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.config.sections import OnlineConfig
+from posttrain.core.statistics import half_width, pass_at
 from posttrain.core.types import Prompt
 from posttrain.engines.base import Generator, Sampling, seed_for
 from posttrain.rollout.episodes import EpisodePlayer
@@ -83,16 +83,3 @@ class HeldOutEval:
     def is_correct(self, rollout: Rollout) -> bool:
         first = self.scorer.first_reward(rollout)
         return first is not None and first > CORRECT_ABOVE
-
-
-def pass_at(k: int, n: int, correct: int) -> float:
-    """Estimate without bias the probability that one of k completions is correct, where `correct` of n were.
-
-    arXiv:2107.03374, eq. 1.
-    """
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
-def half_width(values: Sequence[float]) -> float:
-    """Return half the width of the 95% confidence interval of the mean."""
-    return 1.96 * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0

@@ -12,10 +12,11 @@ samples of its own. A process with fewer micro-batches than another runs dummy b
 from __future__ import annotations
 
 import gc
+import io
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +26,10 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
+from posttrain.checkpoints import random_state
 from posttrain.checkpoints.checkpoint import FileEntries, FileHashing, files_of_rank
 from posttrain.checkpoints.tensor_files import load_tensors, save_tensors
-from posttrain.config.sections import ModelConfig, TrainConfig
+from posttrain.config.sections import DataConfig, ModelConfig, TrainConfig
 from posttrain.core.device_rates import rates_of
 from posttrain.core.devices import default_device, device_memory
 from posttrain.core.errors import PosttrainError, UsageError
@@ -45,12 +47,15 @@ from posttrain.core.types import (
     SamplingDistribution,
     WeightVersion,
 )
+from posttrain.data.encoding.conversation import encode_conversation
+from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.encoding.templates import apply_template, template_stop_ids
 from posttrain.data.packing import collate, pack_into_micro_batches, pack_padded
 from posttrain.engines.base import LOCAL, BetweenSteps, EngineSpec, GenerationRequest, OnCompletion, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm.replica import VllmReplica
 from posttrain.engines.weight_probe import probe_sample
+from posttrain.harness.base import EvaluatedModel, HarnessScores, HarnessTasks, evaluate_tasks
 from posttrain.models import adapters as lora
 from posttrain.models import memory
 from posttrain.models.loading import compute_dtype, load_model, trainable_parameters
@@ -87,6 +92,7 @@ from posttrain.train.rank_report import RankReport
 PLAIN = SamplingDistribution()
 VALUE_HEAD = "value_head.weight"
 MIN_SHARED_PREFIX = 16  # tokens: neighbours that share at least this prefix compute it once
+NO_LIMIT = 2**30  # tokens of a prompt
 GRADIENT_ERROR = f"{LARGEST}gradient_error"
 
 T = TypeVar("T")
@@ -651,6 +657,38 @@ class Learner:
     def local_engine(self, current: bool) -> LocalEngine | None:
         """Returns the engine that generates in this process; None if vLLM does."""
         return None if self.generator.replica is not None else self.generator.local_engine(current)
+
+    def evaluate_tasks(self, first: bool, settings: HarnessTasks) -> HarnessScores | None:
+        """Run the tasks of a harness with the current weights on the first rank; others only share their part of them.
+
+        Harnesses seed the global random generators, whose states training goes on with.
+        """
+        engine = self.generator.local_engine(True)
+        if not first:
+            return None
+        runner, state = engine.runner, random_state.rng_state()
+        encoder = Encoder(self.tokenizer, DataConfig(max_length=NO_LIMIT), "prompt", runner.vocabulary_size)
+        prefix = MIN_SHARED_PREFIX if runner.shares_prefixes and runner.noise is None else 0
+        pack = partial(pack_into_micro_batches, min_shared_prefix=prefix) if runner.packed else pack_padded
+        model = EvaluatedModel(
+            name=self.config.path,
+            tokenizer=self.tokenizer,
+            runner=runner,
+            stop_ids=tuple(self.stop_ids()),
+            context=getattr(runner.model.config.get_text_config(), "max_position_embeddings", None),
+            min_shared_prefix=prefix,
+            pack=lambda samples: pack(samples, self.train_config.micro_batch_tokens, 1),
+            encode=lambda messages: encode_conversation(encoder, messages, self.config.path),
+            generate=engine.generate,
+        )
+        was_training = runner.model.training
+        runner.model.eval()
+        try:
+            with redirect_stderr(io.StringIO()):  # progress bars, which would write over that of training
+                return evaluate_tasks(settings, model)
+        finally:
+            runner.model.train(was_training)
+            random_state.restore_rng(state)
 
     def update_generator(self, version: WeightVersion) -> None:
         """Make generation use the current weights from now on; `version` is recorded in the samples."""

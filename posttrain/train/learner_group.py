@@ -14,6 +14,7 @@ from posttrain.cluster.local import LocalWorkers
 from posttrain.core.types import ExpertUse, Floats, Ints, Objective, Sample, SamplingDistribution, WeightVersion
 from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
 from posttrain.engines.local import LocalEngine
+from posttrain.harness.base import HarnessScores, HarnessTasks
 from posttrain.train.learner import PLAIN, Part
 from posttrain.train.metric_sums import Sums, add_sums
 from posttrain.train.rank_report import RankReport, rank_metrics
@@ -114,6 +115,12 @@ class LearnerGroup:
     def local_engine(self, *, current: bool = False) -> LocalEngine | None:
         """Returns the engine of the only worker, if that is this process; `current`: as for `generate`."""
         return self.workers.call("local_engine", current)[0] if isinstance(self.workers, LocalWorkers) else None
+
+    def evaluate_tasks(self, settings: HarnessTasks) -> HarnessScores:
+        """Run the tasks of a harness with the current weights, which all workers gather and the first one uses."""
+        first = [rank == 0 for rank in range(self.workers.size)]
+        scores: HarnessScores = self.workers.scatter("evaluate_tasks", first, settings)[0]
+        return scores
 
     def update_generator(self, version: WeightVersion) -> None:
         self.workers.call("update_generator", version)

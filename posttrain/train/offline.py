@@ -16,6 +16,7 @@ from posttrain.train.profiler import StepProfiler
 from posttrain.train.run import Result, Run, due
 from posttrain.train.streams import StreamFiller
 from posttrain.train.summary import closing_message
+from posttrain.train.task_eval import TaskEval
 from posttrain.train.update import stop_if_diverged, update
 
 
@@ -37,6 +38,7 @@ class OfflineLoop:
     objective: Objective
     policy: LearnerGroup
     streams: StreamFiller
+    tasks: TaskEval | None = None
     step: int = 0  # number of finished steps
 
     def train(self) -> Result:
@@ -48,7 +50,7 @@ class OfflineLoop:
             profiler.before(self.step)
             metrics = self.train_step(self.next_batch())
             profiler.after(self.step)
-            if run.data.eval and due(self.step, config.eval.every_steps, steps):
+            if (run.data.eval or self.tasks) and due(self.step, config.eval.every_steps, steps):
                 with run.log.phase("eval"), self.policy.saved_weights():
                     metrics |= self.evaluate()
             if self.step == steps and self.algorithm.head == "score":
@@ -98,7 +100,18 @@ class OfflineLoop:
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Return metrics on the evaluation examples, and remember the best step by loss."""
+        """Return metrics on the evaluation examples and of the harness's tasks, and remember the best step."""
+        metrics = (
+            {f"eval/{name}": value for name, value in self.held_out_metrics().items()} if self.run.data.eval else {}
+        )
+        if self.tasks is not None:
+            metrics |= self.tasks.run(self.step)
+        self.run.note_best(self.step, metrics)
+        self.run.callbacks.call("on_evaluate", self.step, metrics)
+        return metrics
+
+    def held_out_metrics(self) -> dict[str, float]:
+        """Return metrics on the evaluation examples."""
         run, algorithm = self.run, self.algorithm
         assert run.data.eval is not None
         examples, size = run.data.eval.sample_groups, run.config.train.batch_size
@@ -114,13 +127,9 @@ class OfflineLoop:
             sums.append(self.policy.evaluate(samples, self.objective))
             denominator += count_units(samples, self.objective.unit)
         means = averages(add_sums(sums), denominator)
-        if math.isfinite(means["loss"]) and (run.progress.best is None or means["loss"] < run.progress.best):
-            run.progress.best, run.progress.best_step = means["loss"], self.step
         if run.metric_functions:
             add_custom_metrics(run.metric_functions, self.predictions(), means)
-        metrics = {f"eval/{name}": value for name, value in means.items()}
-        run.callbacks.call("on_evaluate", self.step, metrics)
-        return metrics
+        return means
 
     def predictions(self) -> list[Prediction]:
         """Return what the policy computes for each evaluation sample, for custom metrics."""

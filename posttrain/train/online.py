@@ -35,6 +35,7 @@ from posttrain.train.rollout_workers import RolloutWorkers
 from posttrain.train.run import Result, Run, due
 from posttrain.train.streams import StreamFiller
 from posttrain.train.summary import average_updates, closing_message, mixed_versions, rollout_metrics
+from posttrain.train.task_eval import TaskEval
 from posttrain.train.teachers import Teachers
 from posttrain.train.update import stop_if_diverged, update
 
@@ -64,6 +65,7 @@ class OnlineLoop:
     held_out: HeldOutEval | None
     pretraining: PretrainingMix | None
     replay: GroupReplay | None = None
+    tasks: TaskEval | None = None
     step: WeightVersion = 0  # number of finished steps
     writer: records.RolloutWriter = field(init=False)
 
@@ -93,7 +95,7 @@ class OnlineLoop:
                 raise
             metrics = self.train_step(experience)
             profiler.after(self.step)
-            if self.held_out is not None and due(self.step, config.eval.every_steps, steps):
+            if (self.held_out is not None or self.tasks is not None) and due(self.step, config.eval.every_steps, steps):
                 with run.log.phase("eval"), suppress(RunStoppedError):  # the stop follows below
                     metrics |= self.evaluate()
             run.callbacks.call("on_step", self.step, metrics=run.log.step(self.step, metrics))
@@ -237,18 +239,20 @@ class OnlineLoop:
     # After the update
 
     def evaluate(self) -> dict[str, float]:
-        """Return metrics of the current policy on the evaluation prompts, and remember the best step by reward."""
-        if self.held_out is None:
-            raise UsageError("there is no evaluation data: set data.eval")
-        generator: Generator = CurrentWeights(self.policy)
-        if self.rollout_workers is not None:  # learners that generate elsewhere have no memory for a whole model
-            self.rollouts.wait()
-            self.rollout_workers.update(self.step)
-            generator = self.rollout_workers
-        metrics, progress = self.held_out.run(generator), self.run.progress
-        if progress.best is None or metrics["reward"] > progress.best:
-            progress.best, progress.best_step = metrics["reward"], self.step
-        metrics = {f"eval/{name}": value for name, value in metrics.items()}
+        """Return metrics of the current policy on the evaluation prompts and tasks, and remember the best step."""
+        metrics: dict[str, float] = {}
+        if self.held_out is not None:
+            generator: Generator = CurrentWeights(self.policy)
+            if self.rollout_workers is not None:  # learners that generate elsewhere have no memory for a whole model
+                self.rollouts.wait()
+                self.rollout_workers.update(self.step)
+                generator = self.rollout_workers
+            metrics = {f"eval/{name}": value for name, value in self.held_out.run(generator).items()}
+        if self.tasks is not None:
+            metrics |= self.tasks.run(self.step)
+        if not metrics:
+            raise UsageError("there is no evaluation data: set data.eval or eval.harness")
+        self.run.note_best(self.step, metrics)
         self.run.callbacks.call("on_evaluate", self.step, metrics)
         return metrics
 

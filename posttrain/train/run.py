@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import shlex
 import signal
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from transformers import PreTrainedModel
 
@@ -22,7 +23,7 @@ from posttrain.cluster.placement import Placement
 from posttrain.config import sections as configs
 from posttrain.config.compare import changed_options, flat
 from posttrain.config.renames import renamed_settings
-from posttrain.config.sections import Config, ModelConfig
+from posttrain.config.sections import Config, ModelConfig, OnlineConfig
 from posttrain.core import accelerators
 from posttrain.core import logging as logs
 from posttrain.core.errors import CheckpointError, PosttrainError, Stopped, UsageError, WorkerError
@@ -34,13 +35,14 @@ from posttrain.models.loading import vocabulary_size
 from posttrain.models.paths import model_fingerprint, resolve_path
 from posttrain.models.tokenizers import load_tokenizer
 from posttrain.train import WORKER_MODULES
-from posttrain.train.callbacks import CallbackRunner, MetricFunctions, TrainingState
+from posttrain.train.callbacks import CallbackRunner, EarlyStopping, MetricFunctions, TrainingState
 from posttrain.train.inputs import NO_INPUTS, RunInputs
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.run_data import RunData, check_lengths, describe, load_data, preview
 from posttrain.train.run_directory import RunDirectory, StopSignals
 from posttrain.train.verification import find_checkpoint
 
+SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "failures")  # words in names of metrics
 RESUMED_KEYS = ("step", "position", "progress", "fingerprints", "rng", "config")  # of a checkpoint's state.json
 ORDER_OPTIONS = ("seed", "data.shuffle")  # with other values of these, the stream has other examples at a position
 DATA_FINGERPRINTS = ("data", "evaluation data")
@@ -75,6 +77,25 @@ class Result:
         return load_trained_model(str(self.output_dir))
 
 
+def best_metric(config: Config) -> tuple[str, Literal["min", "max"]]:
+    """Return the metric that decides which checkpoint is the best, and whether smaller or larger values are better."""
+    chosen = config.eval.metric_for_best_model.removeprefix("eval/")
+    name = chosen or ("reward" if isinstance(config, OnlineConfig) else "loss")
+    mode = config.eval.metric_mode
+    if mode == "auto":
+        mode = "min" if any(word in name for word in SMALLER_IS_BETTER) else "max"
+    return f"eval/{name}", mode
+
+
+def early_stopping(config: Config) -> tuple[EarlyStopping, ...]:
+    """Return the callback that ends the run when the metric of the best checkpoint does not improve, if it is set."""
+    if not config.eval.early_stopping_patience:
+        return ()
+    metric, mode = best_metric(config)
+    patience, threshold = config.eval.early_stopping_patience, config.eval.early_stopping_threshold
+    return (EarlyStopping(metric, patience, mode, threshold),)
+
+
 class CheckpointPart(Protocol):
     """Something that a checkpoint holds besides the policy, in a directory of its own."""
 
@@ -87,8 +108,9 @@ class CheckpointPart(Protocol):
 class Progress:
     """Counters that a checkpoint saves besides the weights."""
 
-    best: float | None = None  # lowest evaluation loss (offline) or highest evaluation reward (online) so far
+    best: float | None = None  # the best value of eval.metric_for_best_model so far
     best_step: int | None = None
+    best_metric: str = ""  # whose value it is; empty in checkpoints of earlier versions: the default one
     skipped_in_a_row: int = 0
     skipped: int = 0
     micro_batch_tokens: int = 0  # of smaller micro-batches, since the run was out of memory; 0: as configured
@@ -216,7 +238,7 @@ class Run:
                 fingerprints=fingerprints,
                 placement=placement,
                 algorithm=algorithm,
-                callbacks=CallbackRunner(inputs.callbacks, state),
+                callbacks=CallbackRunner((*inputs.callbacks, *early_stopping(config)), state),
                 metric_functions=inputs.metrics,
                 from_python=inputs.from_python,
                 newest=newest,
@@ -230,6 +252,23 @@ class Run:
             except BaseException as error:
                 run.finish_save_after(error)
                 raise
+
+    def note_best(self, step: int, metrics: dict[str, float]) -> None:
+        """Remember this step if its evaluation is the best so far; `metrics`: those of the evaluation."""
+        name, mode = best_metric(self.config)
+        if name not in metrics:
+            raise UsageError(
+                f"eval.metric_for_best_model is {name.removeprefix('eval/')}, which this evaluation does not measure. "
+                f"Choose one of: {', '.join(each.removeprefix('eval/') for each in metrics)}"
+            )
+        value, progress = metrics[name], self.progress
+        if progress.best_metric not in ("", name):
+            progress.best = progress.best_step = None
+        progress.best_metric = name
+        if not math.isfinite(value):
+            return
+        if progress.best is None or (value < progress.best if mode == "min" else value > progress.best):
+            progress.best, progress.best_step = value, step
 
     def resume(self, policy: LearnerGroup) -> int:
         """Restore everything from the newest valid checkpoint; return the step it was written after, or 0."""

@@ -43,6 +43,7 @@ from posttrain.train.pretraining_mix import PretrainingMix
 from posttrain.train.reward_model import check_reward_model
 from posttrain.train.run import Run
 from posttrain.train.streams import StreamFiller
+from posttrain.train.task_eval import TaskEval, task_settings
 
 if TYPE_CHECKING:
     from posttrain.rollout.agents import Agents
@@ -53,6 +54,7 @@ def open_offline(verb: str, config: Config, inputs: RunInputs = NO_INPUTS) -> It
     """Build an offline loop with its models loaded, at the step it starts or resumes from."""
     algorithm = ALGORITHMS[verb](config.algo)
     check_reference(algorithm, config)
+    tasks = task_settings(config, algorithm)
     with Run.open(verb, config, algorithm, inputs) as run:
         if run.metric_functions and run.data.eval is None:
             raise UsageError(f"metrics of {verb} are computed on evaluation data: give eval_data, or data.eval")
@@ -72,6 +74,7 @@ def open_offline(verb: str, config: Config, inputs: RunInputs = NO_INPUTS) -> It
             objective=objective,
             policy=policy,
             streams=streams,
+            tasks=TaskEval(tasks, policy, run.directory.path) if tasks else None,
             step=run.resume(policy),
         )
 
@@ -80,6 +83,7 @@ def open_offline(verb: str, config: Config, inputs: RunInputs = NO_INPUTS) -> It
 def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) -> Iterator[OnlineLoop]:
     """Build an online loop with its models loaded, at the step it starts or resumes from; cheap checks come first."""
     algorithm = make_online_algorithm(verb, config)
+    tasks = task_settings(config, algorithm)
     with ExitStack() as stack:
         rewards = stack.enter_context(make_rewards(config))
         rewards.check()  # before anything else is read or loaded
@@ -159,6 +163,7 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
             rollout_workers=rollout_workers,
             held_out=held_out,
             replay=GroupReplay(config.rollout.replay_max_age) if config.rollout.replay_max_age else None,
+            tasks=TaskEval(tasks, policy, run.directory.path) if tasks else None,
             pretraining=PretrainingMix(run, algorithm) if algorithm.pretrain_sources() else None,
         )
         loop.resume()

@@ -103,7 +103,10 @@ def closing_message(run: Run, step: int, metrics: dict[str, float]) -> str:
     if step < run.data.steps:
         done = f"stopped early after {step} of {run.data.steps} steps: {run.callbacks.stop_reason}"
     samples = f"completions: posttrain samples {folder}    " if online else ""
+    evaluation, best = run.config.eval, ""
+    if run.progress.best_step and (evaluation.metric_for_best_model or evaluation.early_stopping_patience):
+        best = f"; best {run.progress.best_metric} {run.progress.best:.4g} at step {run.progress.best_step}"
     return (
-        f"{done}{skipped}; {shown or 'nothing left to do'}. Run directory: {run.directory.path}\n"
+        f"{done}{skipped}; {shown or 'nothing left to do'}{best}. Run directory: {run.directory.path}\n"
         f"{samples}export: posttrain export {folder} OUT    train more: {run.resume_command('N')}"
     )

@@ -60,10 +60,44 @@ def test_figures_and_a_paired_comparison(task, capsys):
     assert "sums/acc: taught - first = " in said and not Path("second/b").exists()
 
 
+@pytest.mark.skipif(not INSTALLED, reason="lm-eval is not installed: make test-harness")
+def test_tasks_during_training_decide_which_checkpoint_is_the_best(task, capsys):
+    with Path("sums.jsonl").open("w") as file:
+        file.writelines(json.dumps({"prompt": f"{n}+{n}=", "completion": str(2 * n)}) + "\n" for n in range(9))
+    train = ["sft", "--model", "pico", "--data", "sums.jsonl", "--train.learning_rate", "3e-3", "--quiet"]
+    train += ["--train.max_steps", 6, "--train.batch_size", 9, "--save.max_checkpoints", 1]
+    tasks = ["--eval.harness", "lm-eval", "--eval.tasks", task, "--eval.every_steps", 2]
+    tasks += ["--eval.metric_for_best_model", "sums/acc"]
+    assert command(*train, "--output_dir", "plain") == 0
+    assert command(*train, *tasks, "--output_dir", "with") == 0
+    plain, rows = rows_of(Path("plain/metrics.jsonl")), rows_of(Path("with/metrics.jsonl"))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in plain]  # a harness seeds the random generators
+    found = {row["step"]: row["eval/sums/acc"] for row in rows if "eval/sums/acc" in row}
+    assert list(found) == [2, 4, 6]
+    for step, value in found.items():
+        examples = rows_of(Path(f"with/evals/step-{step:08}/examples.jsonl"))
+        assert len(examples) == 9 and value == pytest.approx(sum(row["scores"]["acc"] for row in examples) / 9)
+    best = max(found, key=found.get)  # the first of equal ones
+    kept = sorted(int(path.name.removeprefix("step-")) for path in Path("with/checkpoints").iterdir())
+    assert kept == sorted({best, 6})
+    # The same scores as those of the checkpoint.
+    assert command("eval", "with", task, "--harness", "lm-eval", "--output_dir", "again", "--quiet") == 0
+    (figures,) = json.loads(Path("again/report.json").read_text())["figures"]
+    assert figures == json.loads(Path("with/evals/step-00000006/figures.json").read_text())
+    wrong = ["--eval.metric_for_best_model", "sums/f1", "--output_dir", "wrong"]
+    assert command(*train, *tasks, *wrong) == 2
+    assert "eval.metric_for_best_model is sums/f1" in (said := capsys.readouterr().err) and "sums/acc" in said
+    assert command(*train, *tasks, "--eval.tasks", "no-such-task", "--output_dir", "none") == 2
+    assert "lm-eval has no task 'no-such-task'" in capsys.readouterr().err and not Path("none").exists()
+
+
 @pytest.mark.skipif(INSTALLED, reason="lm-eval is installed")
 def test_a_harness_that_is_not_installed_is_named(task, capsys):
     assert command("eval", "pico", task, "--harness", "lm-eval", "--output_dir", "out") == 2
     assert "pip install lm-eval" in capsys.readouterr().err
+    train = ["sft", "--model", "pico", "--data", "rows.jsonl", "--output_dir", "run"]
+    assert command(*train, "--eval.harness", "lm-eval", "--eval.tasks", task) == 2
+    assert "pip install lm-eval" in capsys.readouterr().err and not Path("run").exists()
 
 
 @pytest.mark.parametrize(

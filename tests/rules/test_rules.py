@@ -22,7 +22,7 @@ LAYERS = [
     {"models"},
     {"engines", "convert", "publish"},
     {"endpoint"},
-    {"rollout", "cluster"},
+    {"rollout", "cluster", "harness"},
     {"train"},
     {"inference"},
     {"server", "pipelines", "board"},

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from posttrain.core.errors import DataError
+from posttrain.core.statistics import compare, mean, share, sign_test
+from posttrain.harness.inspect_ai import RequestSeeds
 from posttrain.inference.completion_files import CompletionExample
-from posttrain.inference.evaluation import compare, failures, figures, mean, paired, results_by_prompt, share, sign_test
-from posttrain.inference.inspect_ai import RequestSeeds
+from posttrain.inference.evaluation import failures, figures, paired, results_by_prompt
 
 
 def answer(index, reward, text="x", first=None):

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from posttrain.train.held_out_eval import half_width, pass_at
+from posttrain.core.statistics import half_width, pass_at
 
 
 @pytest.mark.parametrize("n", range(1, 8))

@@ -18,15 +18,14 @@ import numpy as np
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Sample
 from posttrain.engines.base import GenerationRequest, Sampling, seed_for
-from posttrain.inference.harness import HarnessRun, HarnessScores, figure_of
-from posttrain.inference.model import InferenceModel
+from posttrain.harness.base import EvaluatedModel, HarnessScores, HarnessTasks, figure_of
 from posttrain.nn.forward import continuation_logprobs
 
 BOOTSTRAP_SAMPLES = 1000  # for standard errors of metrics that are not means; lm-eval's 100,000 take minutes
 SAMPLING_OPTIONS = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 
 
-def check_tasks(config: HarnessRun) -> None:
+def check_tasks(config: HarnessTasks) -> None:
     """Raise UsageError if lm-eval is not installed or has no such task."""
     try:
         from lm_eval.tasks import TaskManager
@@ -43,7 +42,7 @@ def check_tasks(config: HarnessRun) -> None:
             raise UsageError(f"lm-eval has no task {task!r}; `lm_eval ls tasks` lists its {len(known):,} tasks")
 
 
-def evaluate(config: HarnessRun, model: InferenceModel) -> HarnessScores:
+def evaluate(config: HarnessTasks, model: EvaluatedModel) -> HarnessScores:
     """Run the tasks with `simple_evaluate`, and return its scores."""
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -99,7 +98,7 @@ def rows_of(task: str, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     return list(rows.values())
 
 
-def language_model(config: HarnessRun, model: InferenceModel) -> Any:
+def language_model(config: HarnessTasks, model: EvaluatedModel) -> Any:
     """Return lm-eval's model of Hugging Face, computed by the local engine."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -142,11 +141,11 @@ def language_model(config: HarnessRun, model: InferenceModel) -> Any:
                         self.cache_hook.add_partial("generate_until", requests[place].args, texts[place])
             return [texts[place] for place in range(len(requests))]
 
-    return EngineLM(pretrained=model.learner.model, tokenizer=model.tokenizer, batch_size=config.batch_size)
+    return EngineLM(pretrained=model.runner.model, tokenizer=model.tokenizer, batch_size=config.batch_size)
 
 
 def continuations(
-    model: InferenceModel, pairs: Sequence[tuple[list[int], list[int]]], max_length: int
+    model: EvaluatedModel, pairs: Sequence[tuple[list[int], list[int]]], max_length: int
 ) -> list[tuple[float, bool]]:
     """Return the log-probability of each continuation, and whether it is what greedy decoding would generate.
 
@@ -160,13 +159,12 @@ def continuations(
             )
         sequences.append(np.array((context + continuation)[-(max_length + 1) :], dtype=np.int32))
         counts.append(len(continuation))
-    learner = model.learner
     inputs = [Sample(tokens=each[:-1], mask=np.zeros(len(each) - 1, dtype=np.bool_)) for each in sequences]
     found: dict[int, tuple[float, bool]] = {}
-    for places in learner.pack(inputs):
+    for places in model.pack(inputs):
         batch = [sequences[place] for place in places]
         scored = continuation_logprobs(
-            learner.runner, batch, [counts[place] for place in places], learner.min_shared_prefix
+            model.runner, batch, [counts[place] for place in places], model.min_shared_prefix
         )
         found |= dict(zip(places, scored, strict=True))
     return [found[place] for place in range(len(sequences))]
@@ -189,7 +187,7 @@ def sampling_of(options: dict[str, Any], most: int, until: Sequence[str], stop_i
     )
 
 
-def complete(model: InferenceModel, prompts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[list[int]]:
+def complete(model: EvaluatedModel, prompts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[list[int]]:
     """Return the tokens of one completion per prompt."""
     requests = [
         GenerationRequest(prompt=np.array(prompt, dtype=np.int32), group=place, seed=seed_for(seed, place, 0))

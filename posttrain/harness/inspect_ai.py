@@ -18,20 +18,19 @@ import numpy as np
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import Ints, Sample
 from posttrain.engines.base import GenerationRequest, Sampling, seed_for
-from posttrain.inference.harness import HarnessRun, HarnessScores, figure_of
-from posttrain.inference.model import InferenceModel
+from posttrain.harness.base import EvaluatedModel, HarnessScores, HarnessTasks, figure_of
 
 MAX_TOKENS = 2048  # of a completion, if the task does not say; as inspect-ai's own provider for Hugging Face
 
 
-def check_tasks(config: HarnessRun) -> None:
+def check_tasks(config: HarnessTasks) -> None:
     """Raise UsageError if inspect-ai is not installed or a file of tasks does not exist."""
     try:
         import inspect_ai  # noqa: F401
     except ModuleNotFoundError as error:
         raise UsageError(f"--harness inspect-ai needs inspect-ai: pip install inspect-ai ({error})") from None
     for name in ("num_fewshot", "apply_chat_template"):
-        if getattr(config, name) != HarnessRun.__dataclass_fields__[name].default:
+        if getattr(config, name) != HarnessTasks.__dataclass_fields__[name].default:
             raise UsageError(
                 f"{name} is an option of lm-eval: tasks of inspect-ai decide their prompts, which are chats"
             )
@@ -41,7 +40,7 @@ def check_tasks(config: HarnessRun) -> None:
             raise UsageError(f"{file}: there is no such file; a task is FILE.py, FILE.py@TASK or package/TASK")
 
 
-def evaluate(config: HarnessRun, model: InferenceModel) -> HarnessScores:
+def evaluate(config: HarnessTasks, model: EvaluatedModel) -> HarnessScores:
     """Run the tasks with inspect-ai's `eval`, and return its scores."""
     from inspect_ai import eval as run_tasks
 
@@ -109,7 +108,7 @@ def rows_of(task: str, samples: list[Any]) -> list[dict[str, Any]]:
 class Batches:
     """Collects requests while the engine generates, and generates those of the same sampling settings together."""
 
-    model: InferenceModel
+    model: EvaluatedModel
     waiting: list[tuple[GenerationRequest, Sampling, asyncio.Future[Sample]]] = field(default_factory=list)
     running: asyncio.Task[None] | None = None
 
@@ -138,7 +137,7 @@ class Batches:
                     result.set_result(sample)
 
 
-def language_model(config: HarnessRun, model: InferenceModel) -> Any:
+def language_model(config: HarnessTasks, model: EvaluatedModel) -> Any:
     """Return inspect-ai's model, whose completions the local engine generates."""
     from inspect_ai.model import (
         ChatCompletionChoice,
@@ -197,7 +196,7 @@ class RequestSeeds:
         return seed_for(seed, digest, self.counts[digest] - 1)
 
 
-def sampling_of(config: Any, model: InferenceModel, prompt: int) -> Sampling:
+def sampling_of(config: Any, model: EvaluatedModel, prompt: int) -> Sampling:
     """Translate the generation settings of a task; without a temperature the most likely tokens are taken."""
     for name in ("frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "response_schema"):
         if getattr(config, name, None):

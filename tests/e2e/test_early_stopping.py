@@ -1,0 +1,67 @@
+"""eval.early_stopping_patience and eval.metric_for_best_model, with the built-in evaluation."""
+
+import json
+
+import pytest
+
+from tests.e2e.commands import command, rows_of
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{n}+1=", "completion": str(n + 1), "answer": str(n + 1)} for n in range(8)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--model", "pico", "--data", "data.jsonl", "--data.eval", "data.jsonl", "--train.batch_size", 4, "--quiet"]
+
+
+def test_a_run_that_does_not_improve_ends(options, tmp_path, capsys):
+    """With a learning rate of 0 the second evaluation is the first without improvement, the third the second."""
+    still = ["--train.learning_rate", 0, "--eval.every_steps", 2, "--eval.early_stopping_patience", 2]
+    few = ["--train.max_steps", 20, "--save.max_checkpoints", 1, "--output_dir", "run"]
+    assert command("sft", *options, *still, *few) == 0
+    assert [row["step"] for row in rows_of(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    said = capsys.readouterr().out
+    assert "stopped early after 6 of 20 steps: eval/loss has not improved" in said and "at step 2" in said
+    assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} == {"step-00000002", "step-00000006"}
+
+
+def test_another_metric_decides_which_checkpoint_is_the_best(options, tmp_path, capsys):
+    """The largest length is the best one; a resumed run goes on comparing with it."""
+    chosen = ["--eval.metric_for_best_model", "length", "--eval.metric_mode", "max", "--eval.every_steps", 1]
+    online = ["--reward", "format", "--rollout.max_tokens", 6, "--train.learning_rate", "3e-3"]
+    online += ["--rollout.samples_per_prompt", 2, "--save.max_checkpoints", 1, "--output_dir", "run"]
+    assert command("grpo", *options, *online, *chosen, "--train.max_steps", 2) == 0
+    assert command("grpo", "--output_dir", "run", "--resume", "--train.max_steps", 3) == 0
+    lengths = {row["step"]: row["eval/length"] for row in rows_of(tmp_path / "run/metrics.jsonl")}
+    best = max(lengths, key=lengths.get)
+    kept = {int(path.name.removeprefix("step-")) for path in (tmp_path / "run/checkpoints").iterdir()}
+    assert kept == {best, 3} and f"at step {best}" in capsys.readouterr().out
+    wrong = ["--eval.metric_for_best_model", "f1", "--output_dir", "wrong"]
+    assert command("sft", *options, *wrong, "--train.max_steps", 1) == 2
+    assert "eval.metric_for_best_model is f1" in (said := capsys.readouterr().err) and "loss" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--eval.early_stopping_patience", 2], "eval.every_steps is 0"),
+        (["--eval.early_stopping_threshold", 0.1], "no effect without eval.early_stopping_patience"),
+        (["--eval.harness", "lm-eval"], "eval.tasks is not set"),
+        (["--eval.tasks", "gsm8k"], "eval.tasks has no effect without eval.harness"),
+        (
+            ["--eval.harness", "inspect-ai", "--eval.tasks", "x", "--eval.num_fewshot", 2],
+            "eval.num_fewshot has no effect",
+        ),
+    ],
+)
+def test_options_without_effect_are_refused(options, capsys, words, complaint):
+    assert command("sft", *options, *words, "--output_dir", "run") == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_metric_without_evaluation_is_refused(options, capsys):
+    without = [word for word in options if word != "--data.eval"]
+    del without[4]
+    assert command("sft", *without, "--eval.metric_for_best_model", "loss", "--output_dir", "run") == 2
+    assert "there is nothing to evaluate on" in capsys.readouterr().err
