@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain.board.control import RunControl
 from posttrain.board.curves import csv_rows, curves, metric_names
+from posttrain.board.evaluations import RunEvaluation, compared, evaluations_of, evaluations_page, main_figure
 from posttrain.board.launch import Job, Launch, Launcher, form, presets, trainers, values_of_preset, values_of_run
 from posttrain.board.rollouts import ORDERS, Filter, RolloutReader, shared_prompts
 from posttrain.board.runs import BoardRun, RunList
@@ -176,7 +177,8 @@ class Board:
     # Responses
 
     def runs_page(self, query: Query) -> Any:
-        return {"runs": [run.summary() for run in self.list.find()], "control": self.control is not None}
+        runs = [run.summary() | {"figure": main_figure(run)} for run in self.list.find()]
+        return {"runs": runs, "control": self.control is not None}
 
     def run_page(self, query: Query) -> Any:
         run = self.run(query.text("run"))
@@ -270,6 +272,16 @@ class Board:
 
     def examples_page(self, query: Query) -> Any:
         return {"examples": bounded(self.run(query.text("run")).examples())}
+
+    def evaluations_page(self, query: Query) -> Any:
+        return evaluations_page(self.run(query.text("run")), self.list.find())
+
+    def pairs_page(self, query: Query) -> Any:
+        return compared(self.evaluation(query.text("first")), self.evaluation(query.text("second")))
+
+    def evaluation(self, name: str) -> RunEvaluation:
+        found = next((each for each in evaluations_of(self.run(name.partition(".")[0])) if each.id == name), None)
+        return found or missing("evaluation")
 
     # Control
 
@@ -375,6 +387,8 @@ class BoardServer:
             "/api/config": board.config_page,
             "/api/log": board.log_page,
             "/api/examples": board.examples_page,
+            "/api/evaluations": board.evaluations_page,
+            "/api/pairs": board.pairs_page,
             "/api/trainers": board.trainers_page,
             "/api/form": board.form_page,
             "/api/values": board.values_page,

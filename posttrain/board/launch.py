@@ -299,8 +299,8 @@ class Launcher:
         root = self.roots[0]
         if not wanted:
             used = {job.output_dir for job in self.jobs.values()}
-            names = (root / f"{verb}-{number:03}" for number in range(1, 100_000))
-            return next(path for path in names if not path.exists() and str(path) not in used)
+            numbered = (root / f"{verb}-{number:03}" for number in range(1, 100_000))
+            return next(path for path in numbered if not path.exists() and str(path) not in used)
         path = Path(wanted).expanduser()
         path = (path if path.is_absolute() or len(path.parts) > 1 else root / path).resolve()
         if not any(path != known and path.is_relative_to(known) for known in self.roots):

@@ -24,11 +24,11 @@ from posttrain.core.errors import UsageError
 from posttrain.plots.runs import Row, RunMetrics, is_number, usual_metrics
 from posttrain.rollout.records import FILE as ROLLOUTS
 
-METRICS, CONFIG, LOG = "metrics.jsonl", "config.yaml", "run.log"
+METRICS, CONFIG, LOG, REPORT = "metrics.jsonl", "config.yaml", "run.log", "report.json"
 MAX_DEPTH = 4  # directories between one that was named and a run
 MAX_RUNS = 2_000
 MAX_FOLDERS = 20_000  # that are looked into
-INNER = {"checkpoints", "samples", "logs", "bad-batches", "data", "initial_model", "tokenizer"}
+INNER = {"checkpoints", "samples", "logs", "bad-batches", "data", "initial_model", "tokenizer", "evals"}
 CONFIG_BYTES = 2**18
 MAX_NESTING = 32  # brackets in a configuration
 TAIL_BYTES = 2**18
@@ -155,6 +155,8 @@ class BoardRun:
         """Return the state, and why."""
         if self.is_locked():
             return "running", ""
+        if self.folder.stat(REPORT) is not None:  # of an evaluation or a pipeline, written at its end
+            return "finished", ""
         level, text = self.last_event()
         if level == "done":
             return ("finished" if text.startswith("done") else "stopped"), text

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from posttrain.pipelines import Stage
 
 FAILURES = "failures.jsonl"
-EXAMPLES = "examples.jsonl"  # scores of a harness, a row per example
+EXAMPLES = "examples.jsonl"  # scores, a row per example
 WITH_HARNESS = {"model", "data", "against", "harness", "num_fewshot", "apply_chat_template", "chat_template", "dtype"}
 WITH_HARNESS |= {"load_in_4bit", "max_examples", "batch_size", "seed", "output_dir", "quiet"}
 MAY_CHANGE_ON_RESUME = (
@@ -109,7 +109,7 @@ def run(args: list[str]) -> int:
     quiet_libraries()
     with importing_libraries():
         from posttrain.inference.completion_files import read_completions, write_rows
-        from posttrain.inference.evaluation import compare_models, failures, figures, results_by_prompt
+        from posttrain.inference.evaluation import compare_models, example_rows, failures, figures, results_by_prompt
         from posttrain.pipelines.stage import REPORT, open_folder, run_in
 
     with open_folder(
@@ -125,6 +125,7 @@ def run(args: list[str]) -> int:
         found = [figures(of_model) for of_model in prompts]
         report: dict[str, Any] = {
             "models": models,
+            "model_paths": list(map(absolute, models)),
             "prompts": len(prompts[0]),
             "answers": sum(len(result.completions) for result in prompts[0].values()),
             "failed": sum(result.failed for result in prompts[0].values()),
@@ -132,6 +133,8 @@ def run(args: list[str]) -> int:
         }
         if options.against:
             report["comparison"] = {name: asdict(found) for name, found in compare_models(*prompts).items()}
+        for letter, of_model in zip("ab", prompts, strict=False):
+            write_rows(folder.path / letter / EXAMPLES, example_rows(of_model))
         rows = failures(prompts[0])
         write_rows(folder.path / FAILURES, rows)
         atomic_write_json(folder.path / REPORT, report)
@@ -151,7 +154,8 @@ def run_with_harness(options: EvalArgs) -> int:
 
     quiet_libraries()
     from posttrain.config.sections import DataConfig
-    from posttrain.harness.base import compare_rows, read_rows
+    from posttrain.core.statistics import compare_rows
+    from posttrain.harness.base import read_rows
     from posttrain.inference.harness import HarnessRun
     from posttrain.pipelines import RunHarness
     from posttrain.pipelines.stage import REPORT, open_folder, run_in
@@ -183,6 +187,7 @@ def run_with_harness(options: EvalArgs) -> int:
         rows = [read_rows(file) for file in files]
         report: dict[str, Any] = {
             "models": [options.model, *([options.against] if options.against else [])],
+            "model_paths": list(map(absolute, [options.model, *([options.against] if options.against else [])])),
             "harness": options.harness,
             "prompts": len(rows[0]),
             "figures": [read_json(file.with_name("figures.json")) for file in files],
@@ -192,6 +197,11 @@ def run_with_harness(options: EvalArgs) -> int:
         atomic_write_json(folder.path / REPORT, report)
         show_figures(report, [], 0, folder.path)
     return 0
+
+
+def absolute(model: str) -> str:
+    """Return the absolute path of a model in a directory; a name of a hub as it is."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def saved_options(options: EvalArgs) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def check_evaluation(config: Config, refuse: Refuse) -> None:
     for name in ("metric_for_best_model", "early_stopping_patience"):
         refuse(
             bool(getattr(evaluation, name)) and not measured,
-            f"eval.{name} is set, but there is nothing to evaluate on. Set data.eval, data.eval_fraction or eval.harness.",
+            f"eval.{name} is set, but nothing is evaluated. Set data.eval, data.eval_fraction or eval.harness.",
         )
     refuse(
         bool(evaluation.early_stopping_patience) and not evaluation.every_steps,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
+
+from posttrain.core.errors import UsageError
 
 RANDOM_SIGNS = 20_000  # sign vectors that are drawn if there are too many to try all
 EXACT_TEST_LIMIT = 14  # number of differences up to which all sign vectors are tried
@@ -66,6 +69,22 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
         same=sum(d == 0 for d in differences),
         p=sign_test(differences),
     )
+
+
+def compare_rows(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> dict[str, Comparison]:
+    """Compare the first model with the second on the examples of both, by task and metric.
+
+    An example is the same if its task, its content and its prompt are.
+    """
+    others = {row["key"]: row["scores"] for row in second}
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for row in first:
+        for name, value in row["scores"].items():
+            if (other := others.get(row["key"], {}).get(name)) is not None:
+                pairs.setdefault(f"{row['task']}/{name}", []).append((other, value))
+    if not pairs:
+        raise UsageError("the two evaluations have no example in common: other tasks, other data or other prompts")
+    return {name: compare([a for a, _ in found], [b for _, b in found]) for name, found in pairs.items()}
 
 
 def sign_test(differences: Sequence[float]) -> float:

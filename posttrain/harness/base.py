@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.core.errors import DataError, UsageError
+from posttrain.core.errors import DataError
 from posttrain.core.files import atomic_write_json
-from posttrain.core.statistics import Comparison, Figure, compare, mean, share
+from posttrain.core.statistics import Figure, mean, share
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.reading.examples import Message
 from posttrain.engines.base import GenerationRequest, Sampling
@@ -101,19 +101,3 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise DataError(f"{file}: not scores of a harness: {error!r}") from None
     return rows
-
-
-def compare_rows(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> dict[str, Comparison]:
-    """Compare the first model with the second on the examples of both, by task and metric.
-
-    An example is the same if its task, its content and its prompt are.
-    """
-    others = {row["key"]: row["scores"] for row in second}
-    pairs: dict[str, list[tuple[float, float]]] = {}
-    for row in first:
-        for name, value in row["scores"].items():
-            if (other := others.get(row["key"], {}).get(name)) is not None:
-                pairs.setdefault(f"{row['task']}/{name}", []).append((other, value))
-    if not pairs:
-        raise UsageError("the two evaluations have no example in common: other tasks, other data or other prompts")
-    return {name: compare([a for a, _ in found], [b for _, b in found]) for name, found in pairs.items()}

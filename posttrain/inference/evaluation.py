@@ -96,7 +96,23 @@ def paired(first: dict[str, PromptResult], second: dict[str, PromptResult]) -> l
     return found
 
 
-# Failures
+# Examples
+
+
+def example_rows(prompts: dict[str, PromptResult]) -> list[dict[str, object]]:
+    """Return a row with scores per prompt, as the evaluation with a harness writes per example."""
+    scored = [(key, result) for key, result in prompts.items() if result.completions]
+    return [
+        {
+            "task": "prompts",
+            "index": index,
+            "key": key,
+            "scores": {"reward": result.reward, "accuracy": result.accuracy},
+            "target": ground_truth_of(result.completions[0].columns),
+            "replies": [completion.text for completion in result.completions],
+        }
+        for index, (key, result) in enumerate(scored)
+    ]
 
 
 def failures(prompts: dict[str, PromptResult]) -> list[dict[str, object]]:

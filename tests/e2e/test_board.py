@@ -12,6 +12,7 @@ from tests.e2e.chromium import PROGRAM, Chromium
 from tests.e2e.commands import command
 from tests.unit.board.made import PATIENCE, board, make_run, row
 from tests.unit.board.test_app import HOSTILE, SLEEPER, TOKEN
+from tests.unit.board.test_evaluations import evaluated
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no chromium: apt-get install chromium")
 
@@ -34,6 +35,8 @@ def runs(tmp_path_factory):
     more = ("--resume", "--train.max_steps", 4)
     assert command("sft", *SMALL, "--data", data, "--output_dir", runs / "resumed", *more) == 0
     # A model that has learned nothing ends a reply by chance: at any of these letters.
+    for step, scores in ((2, [0, 0, 1, 1]), (4, [1, 1, 1, 0])):
+        evaluated(runs / f"resumed/evals/step-{step:08}", scores)
     environment = (
         "--rollout.environment",
         "examples/environment.py:SecondChance",
@@ -150,6 +153,16 @@ def test_examples_are_marked_where_they_are_trained_on(shown, browser):
     assert "1<|end|>" in browser.evaluate("document.querySelector('.tokens mark').textContent")
 
 
+def test_evaluations_are_compared_on_the_same_examples(shown, browser):
+    page = f"run/{shown.ids['resumed']}/evaluations"
+    visit(shown, page, "document.querySelector('table.pairs')")
+    assert browser.evaluate("document.querySelectorAll('.forest .point').length") == 2
+    said = browser.evaluate("document.querySelector('table.pairs').innerText")
+    assert "sums/acc" in said and "+0.25" in said and "2 / 1 / 1" in said and "no clear difference" in said
+    browser.evaluate("document.querySelector('main details').open = true")
+    assert "onerror" in browser.text() and browser.evaluate("document.querySelectorAll('main img').length") == 0
+
+
 def test_hostile_text_stays_text(shown, browser):
     run = shown.ids[HOSTILE.replace("/", "")]
     inside = "document.querySelectorAll('main script, main img, main b b, main i i, main iframe').length"
@@ -178,7 +191,13 @@ def test_every_page_fits_a_phone(shown, browser, scheme):
     browser.size(390, 844, mobile=True)
     browser.colours(scheme)
     run, other = shown.ids["environment"], shown.ids["failed"]
-    routes = ["", *(f"run/{run}{tab}" for tab in ("", "/curves", "/completions", "/config", "/examples", "/logs"))]
+    routes = [
+        "",
+        *(
+            f"run/{run}{tab}"
+            for tab in ("", "/curves", "/completions", "/config", "/examples", "/logs", "/evaluations")
+        ),
+    ]
     routes += [
         "launch",
         f"launch?from={run}",

@@ -64,4 +64,4 @@ def test_a_metric_without_evaluation_is_refused(options, capsys):
     without = [word for word in options if word != "--data.eval"]
     del without[4]
     assert command("sft", *without, "--eval.metric_for_best_model", "loss", "--output_dir", "run") == 2
-    assert "there is nothing to evaluate on" in capsys.readouterr().err
+    assert "nothing is evaluated" in capsys.readouterr().err

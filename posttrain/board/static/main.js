@@ -74,7 +74,7 @@ async function route() {
 }
 
 let current = { keys: {} };
-const HELP = [["g r", "runs"], ["g n", "new run"], ["j / k", "next and previous row"], ["Enter", "open"], ["x", "choose a run"], ["c", "compare the chosen runs"], ["1 … 6", "tabs of a run"], ["/", "search"], ["[ and ]", "previous and next group"], ["← →", "values of a chart that has the focus"], ["t", "light, dark, as the system"], ["?", "this list"]];
+const HELP = [["g r", "runs"], ["g n", "new run"], ["j / k", "next and previous row"], ["Enter", "open"], ["x", "choose a run"], ["c", "compare the chosen runs"], ["1 … 7", "tabs of a run"], ["/", "search"], ["[ and ]", "previous and next group"], ["← →", "values of a chart that has the focus"], ["t", "light, dark, as the system"], ["?", "this list"]];
 
 document.getElementById("help").addEventListener("click", () => {
   dialog.replaceChildren(h("h2", {}, "Keys"), h("table", {}, HELP.map(([keys, text]) => h("tr", {}, h("td", {}, h("kbd", {}, keys)), h("td", {}, text)))), h("div", { class: "row end" }, h("button", { on: { click: () => dialog.close() } }, "Close")));

@@ -5,18 +5,19 @@ import { steps } from "./runs.js";
 import { Chart } from "./chart.js";
 import { showCurves } from "./curves.js";
 import { showCompletions } from "./completions.js";
+import { showEvaluations } from "./evaluations.js";
 import { showConfig } from "./config.js";
 import { phasesCard } from "./phases.js";
 
-const TABS = [["", "Overview"], ["curves", "Curves"], ["completions", "Completions"], ["config", "Configuration"], ["examples", "Data check"], ["logs", "Logs"]];
+const TABS = [["", "Overview"], ["curves", "Curves"], ["completions", "Completions"], ["evaluations", "Evaluations"], ["config", "Configuration"], ["examples", "Data check"], ["logs", "Logs"]];
 
 export async function showRun(page) {
-  const [, id, tab = ""] = page.parts;
-  const run = await get("run", { run: id }, page.signal);
+  const [, id, asked = ""] = page.parts;
+  const run = await get("run", { run: id }, page.signal), tab = asked || (run.verb === "eval" ? "evaluations" : "");
   page.path([[run.name, `#/run/${id}`]]);
   page.title(run.name);
   const box = h("div"), state = h("span"), control = h("span", { class: "row" }), href = key => `#/run/${id}${key ? "/" + key : ""}`;
-  const tabs = TABS.filter(([key]) => key !== "completions" || run.has_rollouts || tab === key);
+  const tabs = TABS.filter(([key]) => (key !== "completions" || run.has_rollouts || tab === key) && (run.verb !== "eval" || ["evaluations", "config"].includes(key)));
   const head = h("div", { class: "top" }, h("h1", {}, run.name), state, h("span", { class: "muted" }, [run.verb, run.model].filter(Boolean).join(" · ")), h("span", { class: "space" }), control);
   page.main.replaceChildren(head, h("nav", { class: "tabs", "aria-label": "Parts of the run" }, tabs.map(([key, text]) => h("a", { href: href(key), "aria-current": key === tab ? "page" : null }, text))), box);
   tabs.forEach(([key], i) => { page.keys[i + 1] = () => { location.hash = href(key); }; });
@@ -25,7 +26,7 @@ export async function showRun(page) {
     control.replaceChildren(...buttons(now, page));
   };
   painted(run);
-  await ({ curves: () => showCurves(page, [run], box), completions: () => showCompletions(page, run, box), config: () => showConfig(page, [run], box), examples: () => showExamples(page, run, box), logs: () => showLogs(page, run, box) }[tab] || (() => showOverview(page, run, box, painted)))();
+  await ({ curves: () => showCurves(page, [run], box), completions: () => showCompletions(page, run, box), evaluations: () => showEvaluations(page, run, box), config: () => showConfig(page, [run], box), examples: () => showExamples(page, run, box), logs: () => showLogs(page, run, box) }[tab] || (() => showOverview(page, run, box, painted)))();
 }
 
 export function confirmed(question, action) {

@@ -26,7 +26,7 @@ export async function showRuns(page) {
 
   const toggle = run => { if (chosen.has(run.id)) chosen.delete(run.id); else chosen.add(run.id); draw(true); };
   const row = run => {
-    const metric = run.main_metric, value = run.last[metric];
+    const metric = run.figure ? run.figure.name : run.main_metric, value = run.figure ? run.figure.value : run.last[metric];
     return h("tr", { class: `open${chosen.has(run.id) ? " chosen" : ""}`, tabindex: "0", data: { row: run.id }, on: {
       click: event => { if (!event.target.closest("a, input")) location.hash = link(run); },
       keydown: event => { if (event.key === "Enter" && event.target === event.currentTarget) location.hash = link(run); },
@@ -34,7 +34,7 @@ export async function showRuns(page) {
       h("td", {}, h("input", { type: "checkbox", checked: chosen.has(run.id), "aria-label": `Choose ${run.name}`, on: { change: () => toggle(run) } })),
       h("td", { class: "name wrap" }, h("a", { href: link(run) }, run.name), h("div", { class: "muted small" }, [run.verb, run.model].filter(Boolean).join(" · ") || "no configuration yet")),
       h("td", { class: "state", title: run.reason }, pill(run.state), run.resumed_at.length ? h("div", { class: "muted small" }, `resumed at ${run.resumed_at.map(s => number(s)).join(", ")}`) : null),
-      h("td", { class: "steps", style: { minWidth: "150px" } }, steps(run)),
+      h("td", { class: "steps", style: { minWidth: "150px" } }, run.verb === "eval" ? null : steps(run)),
       h("td", { class: "number optional" }, run.tokens_per_second ? `${number(run.tokens_per_second, 3)} tok/s` : "–", h("div", { class: "muted small" }, run.seconds_per_step ? `${number(run.seconds_per_step, 3)} s/step` : "")),
       h("td", { class: "number metric" }, value === undefined ? "–" : number(value), h("div", { class: "muted small" }, metric)),
       h("td", { class: "spark" }, run.spark.length > 1 ? spark(run.spark) : null),

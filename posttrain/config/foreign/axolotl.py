@@ -191,7 +191,9 @@ COMMON: Table = {
     "evals_per_epoch": by_hand("eval.every_steps", note="counted in steps", harmless=True),
     "saves_per_epoch": by_hand("save.every_steps", note="counted in steps", harmless=True),
     "loss_watchdog_threshold loss_watchdog_patience": unrelated("a run ends at values that are not finite"),
-    "early_stopping_patience": absent("a run ends after its steps, or at values that are not finite"),
+    "early_stopping_patience": by_hand(
+        "eval.early_stopping_patience", note="counted in evaluations, with eval.every_steps"
+    ),
     "wandb_project": Meaning(
         ("log.project", "log.report_to"),
         "with log.report_to wandb",

@@ -208,9 +208,11 @@ TRAINING: Table = {
     "eval_strategy evaluation_strategy do_eval eval_on_start": by_hand(
         "eval.every_steps", note="counted in steps; there is always an evaluation at the end", harmless=True
     ),
-    "load_best_model_at_end metric_for_best_model greater_is_better": needless(
-        "the best checkpoint is kept besides the newest ones"
+    "load_best_model_at_end": needless("the best checkpoint is kept besides the newest ones"),
+    "metric_for_best_model": by_hand(
+        "eval.metric_for_best_model", note="loss, reward, accuracy or TASK/METRIC", harmless=True
     ),
+    "greater_is_better": by_hand("eval.metric_mode", note="min or max", harmless=True),
     "logging_steps logging_strategy logging_first_step logging_dir plot_loss": STEP_LOG,
     "log_level disable_tqdm": by_hand("quiet", note="prints only warnings, errors and the last line", harmless=True),
     "report_to": made("log.report_to", "log.project", by=trackers, note="trackers that exist here"),

@@ -200,7 +200,9 @@ COMMON: Table = {
     ),
     "streaming buffer_size": needless("files are read as they are used"),
     "disable_shuffling": chosen("data.shuffle", {"true": "false", "false": "true"}, note="turned round"),
-    "early_stopping_steps": absent("a run ends after its steps"),
+    "early_stopping_steps": by_hand(
+        "eval.early_stopping_patience", note="counted in evaluations, with eval.every_steps"
+    ),
     "eval_on_each_dataset compute_accuracy include_effective_tokens_per_second": unrelated(
         "the evaluation has one result; metrics.jsonl holds it with the throughput"
     ),

@@ -27,6 +27,7 @@ SPECIAL = {
     "data.map_keys": {"prompt": "question", "tags": {"role_tag": "who"}},
     "data.chat_template": 'Human: {}\n"Assistant": ',
     "train.learning_rate": 3e-07,
+    "eval.harness": "lm-eval",  # all options of tasks go with it
     "train.min_lr_ratio": 0.25,
     "train.warmup_ratio": 0.0,  # does not go with train.warmup_steps
     "train.adam_beta1": 0.8,
