@@ -257,6 +257,7 @@ def test_the_form_shows_the_command_and_starts_the_run(tmp_path, shown, browser)
         )
         browser.wait("document.querySelector('.pill.finished')")
         assert (tmp_path / "runs/sft-001/config.yaml").is_file()
+        browser.call("Page.navigate", url="about:blank")  # nothing asks this server after its end
     shown.browser.requests.clear()
 
 
