@@ -663,6 +663,7 @@ class Learner:
 
         Harnesses seed the global random generators, whose states training goes on with.
         """
+        self.generator.weights_changed()  # also between trained and averaged weights, without a step
         engine = self.generator.local_engine(True)
         if not first:
             return None
@@ -689,6 +690,7 @@ class Learner:
         finally:
             runner.model.train(was_training)
             random_state.restore_rng(state)
+            self.generator.weights_changed()
 
     def update_generator(self, version: WeightVersion) -> None:
         """Make generation use the current weights from now on; `version` is recorded in the samples."""
