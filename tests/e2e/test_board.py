@@ -1,13 +1,17 @@
 """The board in a real browser, over runs of the real commands: what people see, and what hostile text cannot do."""
 
 import json
+import re
 import string
+import struct
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.e2e.board_pictures import PICTURES, take
 from tests.e2e.chromium import PROGRAM, Chromium
 from tests.e2e.commands import command
 from tests.unit.board.made import PATIENCE, board, make_run, row
@@ -16,6 +20,7 @@ from tests.unit.board.test_evaluations import evaluated
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no chromium: apt-get install chromium")
 
+ROOT = Path(__file__).parents[2]
 BROKEN = 'def broken(completion, **columns):\n    raise ValueError("no reward for <b>this</b>")\n'
 ROWS = [{"prompt": f"How much is {n}+1?", "completion": str(n + 1)} for n in range(6)]
 SMALL = ("--model", "pico", "--data.max_length", 400, "--quiet")
@@ -67,7 +72,7 @@ def shown(runs):
         browser = Chromium(profile)
         browser.size(1200, 900)
         try:
-            yield SimpleNamespace(browser=browser, address=server.address, ids=ids)
+            yield SimpleNamespace(browser=browser, server=server, address=server.address, ids=ids)
         finally:
             browser.close()
 
@@ -212,6 +217,21 @@ def test_every_page_fits_a_phone(shown, browser, scheme):
             assert browser.evaluate("document.documentElement.dataset.theme") == scheme
     finally:
         browser.size(1200, 900)
+
+
+def test_the_pictures_of_the_documentation(shown, browser, tmp_path):
+    """`python -m tests.e2e.board_pictures RUNS docs` takes those of docs/board.md in the same way."""
+    try:
+        take(browser, shown.server, tmp_path)
+    finally:
+        browser.size(1200, 900)
+    page = (ROOT / "docs/board.md").read_text()
+    assert sorted(re.findall(r"\((board-\w+)\.png\)", page)) == sorted(PICTURES)
+    for name, (_, size, _, _) in PICTURES.items():
+        taken, kept = (tmp_path / f"{name}.png").read_bytes(), (ROOT / f"docs/{name}.png").read_bytes()
+        for picture in (taken, kept):  # width and height are in the first chunk of a PNG file
+            assert picture.startswith(b"\x89PNG") and len(picture) > 5_000
+        assert struct.unpack(">II", taken[16:24]) == size
 
 
 def test_the_form_shows_the_command_and_starts_the_run(tmp_path, shown, browser):
