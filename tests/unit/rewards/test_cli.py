@@ -149,8 +149,11 @@ def test_labels_must_be_numbers(tmp_path):
 
 
 def test_the_audit_finds_no_false_positive_and_the_best_recall(capsys):
-    """The labelled cases are part of the package; another library's rule must not find more of the right ones."""
-    assert run(["audit", "--verifiers", "math", "gsm8k", "choice", "format", "--timeout_seconds", "60"]) == 0
+    """The labelled cases are part of the package; another library's rule must not find more of the right ones.
+
+    Rules of another library compute some cases without end. Each of these takes the whole timeout, our own a moment.
+    """
+    assert run(["audit", "--verifiers", "math", "gsm8k", "choice", "format", "--timeout_seconds", "15"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     own = {row[0]: row for row in rows if row[1] == "posttrain"}
     assert set(own) == {"math", "gsm8k", "choice", "format"}
