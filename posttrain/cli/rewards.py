@@ -66,6 +66,8 @@ class RewardsAuditArgs(ToolArgs):
 
     verifiers: tuple[str, ...] = ()
     """Verifiers to audit: math, gsm8k, choice, format, code; empty: all."""
+    cases: str = ""
+    """File of labelled cases instead of those of the package: lines with completion, correct, truth and verifier."""
     timeout_seconds: float = 10.0
     """Time limit for one completion; beyond it the completion counts as not correct."""
     allow_unprotected_code: bool = False
@@ -104,7 +106,7 @@ def list_verifiers(args: list[str]) -> int:
 def audit_verifiers(args: list[str]) -> int:
     """Audit verifiers; 1 if one accepts a wrong completion, or finds fewer right ones than another library's rule."""
     options = read_tool(RewardsAuditArgs(), args)
-    from posttrain.rewards.audit import AUDITED, OWN, audit
+    from posttrain.rewards.audit import AUDITED, OWN, audit, read_case_file
 
     if unknown := [name for name in options.verifiers if name not in AUDITED]:
         raise UsageError(f"verifiers: there are no cases for {unknown[0]!r}; there are for {', '.join(AUDITED)}")
@@ -112,7 +114,13 @@ def audit_verifiers(args: list[str]) -> int:
         "timeout_seconds": options.timeout_seconds,
         "allow_unprotected_code": options.allow_unprotected_code,
     }
-    results = audit(options.verifiers or AUDITED, **limits)
+    names: tuple[str, ...] = options.verifiers or AUDITED
+    given = read_case_file(options.cases) if options.cases else None
+    if given is not None:
+        names = tuple(name for name in names if any(case.verifier == name for case in given))
+        if not names:
+            raise UsageError(f"cases {options.cases}: no case is for {' or '.join(options.verifiers or AUDITED)}")
+    results = audit(names, given, **limits)
     good = True
     print(f"{'verifier':<10}{'scorer':<16}{'cases':>6}{'precision':>11}{'recall':>8}{'false positives':>17}")
     for result in results:

@@ -12,7 +12,12 @@ TRUTH_SOURCES = (*TRUTH_COLUMNS, "reward_model")
 
 MOST_BOXES = 20
 JOIN_CHARACTERS = 40
-JOINED = re.compile(r"(?<=\})[\s$\\]*(?:,|&|;|\b(?:and|or|und|oder|et|ou|y|o)\b|和|或)(?:[\s$\\,]|\b(?:and|or)\b)*$")
+JOINED = re.compile(
+    r"""(?<=\})(?:[\s$\\]|\\q?quad|\\[()\[\]])*
+    (?:\\(?:text|textrm|mathrm|mbox)\{\s*)?(?:,|&|;|\b(?:and|or|und|oder|et|ou|y|o)\b|和|或)(?:\s*\})?
+    (?:[\s$\\,}]|\\q?quad|\\[()\[\]]|\\text\{|\b(?:and|or)\b)*(?:[A-Za-z](?:_\{?\w+\}?)?(?:\([a-z]\))?\s*=\s*)?$""",
+    re.VERBOSE,
+)
 
 
 def ground_truth_of(columns: dict[str, Any]) -> Any:

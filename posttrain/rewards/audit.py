@@ -13,8 +13,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
+from posttrain.core.errors import DataError
 from posttrain.data.ground_truth import last_boxed
 from posttrain.rewards import math
 from posttrain.rewards.base import Completion, Rewards
@@ -56,23 +58,56 @@ class AuditResult:
 
     @property
     def recall(self) -> float:
-        return self.true_positives / (self.true_positives + len(self.false_negatives))
+        correct = self.true_positives + len(self.false_negatives)
+        return self.true_positives / correct if correct else 1.0
 
 
 def read_cases() -> list[AuditCase]:
     """Read the labelled cases that are part of the package."""
     lines = resources.files("posttrain.rewards").joinpath("audit_cases.jsonl").read_text(encoding="utf-8").splitlines()
+    return [as_case(json.loads(line)) for line in lines]
+
+
+def read_case_file(path: str) -> list[AuditCase]:
+    """Read labelled cases of a user; DataError with the line that is not one."""
     cases = []
-    for row in map(json.loads, lines):
-        columns = row.pop("columns", None) or {"ground_truth": row["truth"]}
-        del row["truth"]
-        cases.append(AuditCase(**row, columns=columns))
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            case = as_case(json.loads(line))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(
+                f"{path}:{number}: not a case ({type(error).__name__}: {error}): it must have completion, correct "
+                "(true or false), and truth or columns; verifier and kind may be there"
+            ) from None
+        if case.verifier not in AUDITED or not isinstance(case.correct, bool) or not isinstance(case.completion, str):
+            raise DataError(
+                f"{path}:{number}: verifier {case.verifier!r} must be one of {', '.join(AUDITED)}, correct true or "
+                "false, completion a text"
+            )
+        cases.append(case)
     return cases
 
 
-def audit(names: Sequence[str], **limits: Any) -> list[AuditResult]:
-    """Score the cases of these verifiers; `limits`: of the processes that run them, as `Rewards` takes them."""
-    cases, results = read_cases(), []
+def read_lines(path: str) -> list[str]:
+    try:
+        return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: the cases cannot be read: {error}") from None
+
+
+def as_case(row: dict[str, Any]) -> AuditCase:
+    return AuditCase(
+        verifier=row.get("verifier", "math"),
+        kind=row.get("kind", ""),
+        completion=row["completion"],
+        correct=row["correct"],
+        columns=row.get("columns") or {"ground_truth": row["truth"]},
+    )
+
+
+def audit(names: Sequence[str], cases: Sequence[AuditCase] | None = None, **limits: Any) -> list[AuditResult]:
+    """Score the cases of these verifiers (None: those of the package); `limits`: of the processes, as of `Rewards`."""
+    cases, results = read_cases() if cases is None else cases, []
     for name in names:
         own = [case for case in cases if case.verifier == name]
         scorers = {OWN: name} | {

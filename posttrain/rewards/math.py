@@ -37,7 +37,20 @@ ONE_ANSWER = re.compile(
 SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
 GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 # Words between answers of which only one may be meant; they must not be taken for a unit.
-ALTERNATIVES = re.compile(r"\b(?:or|and|not|any|either|maybe)\b|\\neq?\b|≠|;")
+HEDGES = re.compile(r"\b(?:not|any|either|maybe)\b|\\neq?\b|≠")
+ALTERNATIVES = re.compile(r"\b(?:or|and)\b|;")
+# What separates the parts of a list, beside a comma.
+SEPARATORS = re.compile(
+    r"\\(?:text|textrm|mathrm|mbox)\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|;"
+)
+SPACING = re.compile(r"\\(?:q?quad|[,;:! ])")
+# What is a formula as a whole, or several joined by words: `$1$ and $2$`.
+FORMULA = re.compile(r"\$+[^$]*\$+|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
+DELIMITERS = re.compile(r"\$+|\\[()\[\]]")
+STATED = re.compile(r"(?i)\banswer is:?\s*(.+?)(?:\.\s|\.?$)")
+BETWEEN_FORMULAS = re.compile(r"(?:[\s,;.]|\b(?:and|or)\b)*")
+THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3}(?!\d))")
+TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox|textbf|mathbf)\{([^{}]*)\}")
 DENIED = re.compile(r"(?i)\b(?:is|was|are)(?:n't|\s+not)\s+\S+")
 UNITS = re.compile(
     r"(?i)\s+(?:square |cubic )?(?:dollars?|cents?|euros?|pounds?|yuan|rupees?|mm|cm|m|km|inch(?:es)?|in|f(?:oo|ee)t|"
@@ -193,40 +206,71 @@ def to_number(text: str) -> Decimal | None:
 
 
 def math_equal(found: str, expected: Any) -> bool:
-    """Whether two answers are the same text or number, or equal to math-verify."""
-    found, text = (ascii_digits(each.replace(r"\varnothing", r"\emptyset")) for each in (found, str(expected)))
-    if found.strip() == text.strip():
+    """Whether two answers are the same text or number, the same list in any order, or equal to math-verify."""
+    found, text = bare_answer(found), bare_answer(truth_answer(str(expected)))
+    if without_markup(found) == without_markup(text):
         return True
-    if ALTERNATIVES.search(found) and not ALTERNATIVES.search(text):
+    if HEDGES.search(found) and not HEDGES.search(text):
         return False
     right = to_number(text)
     number = to_number(UNITS.sub("", found) if right is not None else found)
     if right is not None and number is not None:
         return number == right
-    parts, wanted = list_parts(found), list_parts(after_hashes(text))
+    parts, wanted = list_parts(found), list_parts(text)
     if len(parts) > 1 or len(wanted) > 1:
         return same_parts(parts, wanted)
+    if ALTERNATIVES.search(found) and not ALTERNATIVES.search(text):
+        return False
     return _verify(_gold(text), _parse(f"${found}$"))
 
 
+def truth_answer(text: str) -> str:
+    r"""Return the answer in a ground truth: what is in its boxes, or its formulas without $, if it has nothing else."""
+    text = after_hashes(text).strip()
+    if boxes := last_boxes(text.replace(r"\fbox", r"\boxed")):
+        return ", ".join(boxes)
+    if stated := STATED.findall(text):
+        text = stated[-1].strip()
+    if FORMULA.search(text) and BETWEEN_FORMULAS.fullmatch(FORMULA.sub(" ", text)):
+        return DELIMITERS.sub(" ", text).strip().rstrip(".")
+    return text
+
+
+def bare_answer(text: str) -> str:
+    r"""Return an answer with digits of ASCII and without marks that mean nothing: spaces of LaTeX, 1{,}000, \$."""
+    text = THOUSANDS.sub(",", ascii_digits(text.replace(r"\varnothing", r"\emptyset").replace(r"\$", "$")))
+    return text.strip().removesuffix(".").strip()
+
+
+def without_markup(text: str) -> str:
+    r"""Return a text without \text{} and spaces, to compare answers that are words."""
+    return "".join(TEXT.sub(r"\1", SPACING.sub(" ", text)).split())
+
+
 def list_parts(text: str) -> list[str]:
-    r"""Divide an answer such as `1, 2` or `\{1, 2\}` into its parts; a number, a tuple or a matrix is one part."""
-    text = re.sub(r"\\[,;:! ]", " ", text).strip().strip("$").strip()
+    r"""Divide an answer such as `1, 2`, `1 and 2` or `\{1, 2\}` into its parts; a number, a tuple, a matrix is one."""
+    text = SPACING.sub(" ", text).strip().strip("$").strip()
     if to_number(text.replace("{,}", ",")) is not None:
         return [text]
+    text = SEPARATORS.sub(",", text)
     if text.startswith(r"\{") and text.endswith(r"\}") and "," in text:
         text = text[2:-2]
+    elif re.fullmatch(r"\{[^{}]*,[^{}]*\}", text):  # {1, 2}, braces that group in LaTeX
+        text = text[1:-1]
     parts, depth, start = list[str](), 0, 0
     for index, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
             parts.append(text[start:index])
             start = index + 1
-    return [part.strip() for part in (*parts, text[start:])]
+    stripped = [part.strip().strip("$").strip() for part in (*parts, text[start:])]
+    return [part for part in stripped if part] if len(stripped) > 1 else stripped
 
 
 def same_parts(found: list[str], expected: list[str]) -> bool:
-    """Whether two lists have equal parts in any order."""
+    """Whether two lists have equal parts in any order; a part of `found` that is repeated counts once."""
+    if len(found) > len(expected):
+        found = [part for index, part in enumerate(found) if not any(math_equal(part, x) for x in found[:index])]
     if len(found) != len(expected) or not all(found):
         return False
     left = list(expected)

@@ -178,3 +178,24 @@ def test_an_audit_shows_what_a_verifier_gets_wrong(monkeypatch, capsys):
     assert "format, posttrain: accepted: '<think>a</think><answer>b</answer>'" in capsys.readouterr().out
     with pytest.raises(UsageError, match="no cases for 'step'"):
         run(["audit", "--verifiers", "step"])
+
+
+def test_an_audit_of_ones_own_cases(tmp_path, capsys):
+    """Named in a file; the exit code says that a wrong answer was accepted, and errors name the line."""
+    file = tmp_path / "cases.jsonl"
+    rows = [
+        {"completion": "\\boxed{2, 1}", "truth": "$1$ and $2$", "correct": True},
+        {"completion": "#### 18", "truth": "18", "correct": False, "verifier": "gsm8k"},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(["audit", "--cases", str(file), "--full", "--timeout_seconds", "60"]) == 1
+    out = capsys.readouterr().out
+    assert "gsm8k, posttrain: accepted: '#### 18'" in out and "choice" not in out
+    assert out.splitlines()[1].split()[:6] == ["math", "posttrain", "1", "1.000", "1.000", "0"]
+    with pytest.raises(UsageError, match="no case is for code"):
+        run(["audit", "--cases", str(file), "--verifiers", "code"])
+    file.write_text('{"completion": "4", "truth": "4", "correct": true}\n{"completion": "4"}\n')
+    with pytest.raises(DataError, match=r"cases.jsonl:2: not a case \(KeyError: 'correct'\)"):
+        run(["audit", "--cases", str(file)])
+    with pytest.raises(DataError, match="cannot be read"):
+        run(["audit", "--cases", str(tmp_path / "none")])
