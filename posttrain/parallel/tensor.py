@@ -105,6 +105,13 @@ def runs_in_blocks(config: Any, *, sequence: bool) -> bool:
     return sequence or config.model_type in MIXTURES
 
 
+def mark_blocks(model: Any, *, sequence: bool) -> None:
+    """Mark the layers of a model that would be divided by blocks, so that they run their own code."""
+    if runs_in_blocks(model.config, sequence=sequence):
+        for layer in getattr(model, model.base_model_prefix).layers:
+            setattr(layer, IN_BLOCKS, True)
+
+
 def parallel_styles(layers: Any, pattern: str, word: str) -> dict[str, Any]:
     """Return the styles of one entry of the plan, by module; a pipeline stage has some of the layers.
 
@@ -132,12 +139,12 @@ def divide_blocks(
 
     Returns the names of replicated parameters with partial gradients.
     """
+    mark_blocks(model, sequence=ranks.sequence)
     summed: set[int] = set()
     trunk = getattr(model, model.base_model_prefix)
     for layer in trunk.layers:
         if isinstance(layer, SkippedLayer):
             continue
-        setattr(layer, IN_BLOCKS, True)
         for block in (getattr(layer, name) for name in BLOCKS):
             divide_linears(block, mesh, device, ranks)
             if with_experts:
@@ -266,4 +273,12 @@ def local_logits(head: Any, ranks: TensorGroup, hidden: torch.Tensor) -> torch.T
     return F.linear(ranks.partial(hidden), head.weight.to_local())
 
 
-__all__ = ["FAMILIES", "apply_tensor_parallel", "check_tensor_parallel", "local_ids", "local_logits", "runs_in_blocks"]
+__all__ = [
+    "FAMILIES",
+    "apply_tensor_parallel",
+    "check_tensor_parallel",
+    "local_ids",
+    "local_logits",
+    "mark_blocks",
+    "runs_in_blocks",
+]

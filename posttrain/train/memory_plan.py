@@ -31,6 +31,7 @@ from posttrain.models.loading import compute_dtype
 from posttrain.models.memory import MemoryEstimate, PassMemory, Sharding
 from posttrain.nn.optimizer import STAGED_BYTES
 from posttrain.parallel.pipeline import passes_in_flight
+from posttrain.parallel.tensor import mark_blocks
 from posttrain.train.layout_check import vllm_engine_size
 from posttrain.train.run_data import RunData
 
@@ -318,6 +319,9 @@ def estimate_pass(config: Config, algo: Algorithm, device: torch.device, samples
     if algo.teacher_path():
         own = replace(config.model, path=algo.teacher_path(), lora_rank=0)
         teacher = memory.empty_model(own, "token", dtype, trainable=False)
+    if sharding.tensor > 1:
+        for divided in (model, *([] if teacher is None else [teacher])):
+            mark_blocks(divided, sequence=sharding.sequence)
     request = replace(algo.forward_request(lambda text: 0), router_loss=config.model.router_aux_loss_coef)
     # A few architectures branch on values of tensors, which do not exist here.
     with suppress(RuntimeError, NotImplementedError):
@@ -326,7 +330,7 @@ def estimate_pass(config: Config, algo: Algorithm, device: torch.device, samples
             with_listed_tokens(context_slice(samples, sharding.token_ranks), algo),
             request,
             teacher,
-            kernels=device.type == "cuda" and not sharding.sequence,
+            kernels=device.type == "cuda",
             sharded=sharding.devices > 1,
             offload=offloads_activations(config, device),
         )

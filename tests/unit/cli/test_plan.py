@@ -220,9 +220,25 @@ def test_devices_divide_what_is_trained_and_layers_are_gathered(capsys):
     assert four.optimizer == pytest.approx(one.optimizer / 4, rel=1e-2)
     split = memory.sharded_memory(model, memory.Sharding(4, 2), average=False)
     assert 0.5 < split.masters / four.masters < 1, "embeddings stay whole"
+    by_vocabulary = memory.sharded_memory(model, memory.Sharding(4, 2, sequence=True), average=False)
+    assert by_vocabulary.masters == pytest.approx(one.masters / 8, rel=2e-2), "these too"
     whole = sum(p.numel() for p in model.parameters()) * 2
     assert memory.gathered_bytes(model, memory.Sharding(4, zero=2)) >= whole
     assert memory.gathered_bytes(model, memory.Sharding(4)) < memory.gathered_bytes(model, memory.Sharding(4, zero=2))
+
+
+def test_sequence_parallelism_divides_activations(capsys):
+    found = []
+    for sequence in (False, True):
+        options = {"model.path": "pico", "cluster.devices": 2, "cluster.tensor_parallel_size": 2}
+        options |= {"model.gradient_checkpointing": True}
+        config = settings("sft", **options, **{"cluster.sequence_parallel": sequence})
+        assert plan.plan_training("sft", config, device_gib=80.0) == 0
+        ledger = lines_of(capsys.readouterr().out)
+        found.append([float(ledger["activations"][0].split()[0]), ledger["devices"][1]])
+    (whole, _), (divided, note) = found
+    assert divided == pytest.approx(whole / 2, rel=0.1)
+    assert note == "data parallel 1, tensor parallel 2 with sequence parallelism; ZeRO stage 3"
 
 
 def test_context_ranks_divide_the_tokens(capsys):
