@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # processes, and how they di
     "pp2 x tp2": (4, {"pipeline_parallel": 2, "tensor_parallel": 2}),
     "pp2 x sp2": (4, {"pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}),
     "pp2 x cp2": (4, {"pipeline_parallel": 2, "context_parallel": 2}),
+    "pp2 x ring of 2": (4, {"pipeline_parallel": 2, "context_parallel": 2, "ulysses_degree": 1}),
     "pp2 x ep2": (4, {"pipeline_parallel": 2, "expert_parallel": 2}),
     "pp2 interleaved x 2 copies": (4, {"pipeline_parallel": 2, "virtual_stages": 2, "replicate": 2}),
     "pp2 interleaved x fsdp2 reduced once": (
