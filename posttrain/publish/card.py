@@ -13,6 +13,7 @@ import yaml
 
 from posttrain import __version__
 from posttrain.checkpoints.checkpoint import is_run_directory
+from posttrain.models.adapters import base_model_of
 from posttrain.models.paths import HUB_NAME, base_model_path, is_adapter
 from posttrain.plots.files import write_charts
 from posttrain.plots.runs import RunMetrics, panels_of, read_metrics
@@ -58,9 +59,12 @@ def run_of(source: Path) -> Path | None:
 
 def hub_base(config: dict[str, Any], report: dict[str, Any]) -> str:
     """Return the name of the base model on the hub; empty if it is a directory of this machine."""
-    path = str(config.get("model", {}).get("path", "")) or str(base_model_path(report["source"]))
-    named = HUB_NAME.fullmatch(path) and "/" in path and not Path(path).exists()
-    return path if named else ""
+    source = str(report["source"])
+    base = base_model_of(Path(source)) if is_adapter(source) else base_model_path(source)
+    for path in (str(config.get("model", {}).get("path", "")), str(base)):
+        if HUB_NAME.fullmatch(path) and "/" in path and not Path(path).exists():
+            return path
+    return ""
 
 
 def data_text(config: dict[str, Any]) -> str:

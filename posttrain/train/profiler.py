@@ -5,6 +5,7 @@ Traces can be opened in Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +19,17 @@ if TYPE_CHECKING:
     from posttrain.train.run import Run
 
 MOST_EXPENSIVE = 10
+BACKWARD = ", backward"
 # What operators are, in words, by a part of their name; the first that fits counts.
 MEANINGS = (
+    (("evaluate_function", "accumulategrad"), "the order of the backward pass, and adding up gradients"),
     (("nccl", "gloo", "c10d", "all_reduce", "all_gather", "reduce_scatter"), "communication between ranks"),
     (("flash", "attention"), "attention"),
     (("mm", "matmul", "gemm", "linear", "cutlass", "dot"), "matrix product"),
     (("embedding", "index", "gather", "scatter"), "reading or writing rows by index, such as embeddings"),
     (("softmax", "logsumexp", "cross_entropy", "nll"), "softmax and losses"),
     (("norm", "rsqrt"), "normalisation"),
-    (("memcpy", "copy", "_to_copy", "contiguous", "clone"), "copying or converting tensors"),
+    (("memcpy", "copy", "_to_copy", "contiguous", "clone", "aten::cat", "catarray"), "copying or converting tensors"),
     (("memset", "fill", "zero", "empty", "resize"), "allocating or clearing memory"),
     (("adam", "lerp", "addcdiv", "addcmul", "_foreach"), "the optimizer"),
     (("silu", "gelu", "sigmoid", "exp", "mul", "add", "sub", "div", "pow", "neg", "where"), "elementwise arithmetic"),
@@ -45,6 +48,7 @@ class WorkerProfile:
     """The profiler of one worker."""
 
     def __init__(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints when it starts and stops
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -112,6 +116,10 @@ def page_text(found: dict[int, list[dict[str, Any]]], first: int, last: int) -> 
         lines += [
             f"## Rank {rank}: {total:,.0f} ms of {place} time in operators",
             "",
+            f"{summary(rows, column, total)}.",
+            "",
+            "The ten operators that take the longest:",
+            "",
             "| | what | operator | time | share | calls |",
             "|---|---|---|---|---|---|",
         ]
@@ -122,8 +130,23 @@ def page_text(found: dict[int, list[dict[str, Any]]], first: int, last: int) -> 
                 f"| {number} | {meaning(name)} | `{name}` | {row[column]:,.1f} ms | {share} | {row['calls']:,} |"
             )
         lines += ["", f"Trace: [rank-{rank}.json](rank-{rank}.json), for ui.perfetto.dev or chrome://tracing.", ""]
-    lines.append("Times are those of the operators themselves, without what they call.")
+    lines.append(
+        "Times are those of the operators themselves, without what they call. Time between operators, such as that of "
+        "Python and of waiting for data, is not in them: the trace shows it as gaps."
+    )
     return "\n".join(lines) + "\n"
+
+
+def summary(rows: list[dict[str, Any]], column: str, total: float) -> str:
+    """Return the share of each kind of operator in one sentence, the largest first; below 1% together."""
+    kinds: dict[str, float] = {}
+    for row in rows:
+        kind = meaning(row["name"]).removesuffix(BACKWARD)
+        kinds[kind] = kinds.get(kind, 0.0) + row[column] / total
+    shown = sorted(((share, kind) for kind, share in kinds.items() if share >= 0.01), reverse=True)
+    parts = [f"{kind} {share:.0%}" for share, kind in shown]
+    rest = 1 - sum(share for share, _ in shown)
+    return "Of it: " + "; ".join([*parts, *([f"everything else {rest:.0%}"] if rest >= 0.005 else [])])
 
 
 def meaning(name: str) -> str:
@@ -132,5 +155,5 @@ def meaning(name: str) -> str:
     backward = "backward" in plain
     for parts, words in MEANINGS:
         if any(part in plain for part in parts):
-            return words + ", backward" * backward
-    return "other" + ", backward" * backward
+            return words + BACKWARD * backward
+    return "other" + BACKWARD * backward

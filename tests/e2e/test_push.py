@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from posttrain.checkpoints.checkpoint import newest_valid
+from posttrain.models.pico import pico_folder
 from tests.e2e.commands import command
 from tests.e2e.rows import write_rows
 
@@ -106,3 +109,27 @@ def test_a_run_is_pushed_with_its_card(hub, tmp_path, monkeypatch):
     assert refused.returncode == 2 and "not a name of the hub" in refused.stderr
     assert not [path for path, _, _ in hub.requests[before:] if "create" in path or "commit" in path]
     assert not (tmp_path / "adapters").exists() and not (tmp_path / "other").exists()
+
+
+def test_adapters_are_pushed_where_their_base_is_on_the_hub(hub, tmp_path, monkeypatch):
+    """The base is in the cache as if it had been downloaded: the run is made to name it by its name there."""
+    monkeypatch.chdir(tmp_path)
+    cache = tmp_path / "hf-home/hub/models--me--base"
+    shutil.copytree(pico_folder(), cache / "snapshots/0")
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text("0", encoding="utf-8")
+    write_rows("chat", tmp_path)
+    data = ("--data.train", "chat.jsonl", "--data.eval", "chat.jsonl", "--eval.every_steps", 1)
+    assert command("sft", "--model.path", "pico", *data, "--out", "run", "--steps", 2, "--model.lora_rank", 2) == 0
+    config = newest_valid(tmp_path / "run/checkpoints") / "model/adapter_config.json"
+    entries = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps(entries | {"base_model_name_or_path": "me/base"}), encoding="utf-8")
+    done = export(hub, str(config.parent), "out", "--no_merge", "--push", "me/small")
+    assert done.returncode == 0, done.stderr
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "curves.svg"} <= hub.files.keys()
+    assert not [name for name in hub.files if name.startswith("model")], "the base is not uploaded"
+    card = hub.files["README.md"].decode()
+    assert "library_name: peft\n" in card and "base_model: me/base\n" in card
+    assert "training: `chat.jsonl`" in card and "| `model.lora_rank` | `2` |" in card and "| `eval/loss` |" in card
+    assert json.loads(hub.files["adapter_config.json"])["base_model_name_or_path"] == "me/base"
+    assert str(tmp_path) not in card

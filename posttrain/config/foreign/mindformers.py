@@ -137,7 +137,7 @@ TRAINING: Table = {
     "model.model_config.seq_length": "data.max_length",
     "model.model_config.checkpoint_name_or_path": needless("load_checkpoint names the weights"),
     "model.* trainer.* processor.*": SHAPE,
-    "profile profile_* init_start_profile": unrelated("there is no profiler"),
+    "profile profile_* init_start_profile": unrelated("set train.profile_steps by hand"),
     "auto_tune filepath_prefix autotune_per_step remote_save_url layer_scale layer_decay lr_scale_factor": MINDSPORE,
     "print_separate_loss log_interval": STEP_LOG,
 }

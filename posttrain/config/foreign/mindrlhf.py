@@ -141,7 +141,10 @@ def synchronised(value: Any, given: Given) -> Found:
     return {"algo.reference_sync_steps": value} if truth(on) else {}
 
 
-PROFILE: Table = {"profiler_config.* monitor_config.*": unrelated("there is no profiler"), "context.*": MINDSPORE}
+PROFILE: Table = {
+    "profiler_config.* monitor_config.*": unrelated("set train.profile_steps by hand"),
+    "context.*": MINDSPORE,
+}
 RL: Table = {
     "dataset_file": made("data.train", by=original, note="the original file, not the mindrecord made of it"),
     "tokenizer_dir": "model.tokenizer",

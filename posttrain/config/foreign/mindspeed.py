@@ -567,7 +567,7 @@ PPO: Table = {
 }
 OTHER_FILES: Table = {
     "defaults defaults.*": needless("names the shape of the model, which is in the model's directory"),
-    "msprobe_config.* profiler_config.*": unrelated("there is no profiler"),
+    "msprobe_config.* profiler_config.*": unrelated("set train.profile_steps by hand"),
     "model.*": MEGATRON,
 }
 

@@ -57,7 +57,7 @@ ACTOR, CRITIC, ROLLOUT, MODEL = (
     "actor_rollout_ref.model",
 )
 SHORT_NAMES = needless("kernels and memory are handled by the engine")
-PROFILER = unrelated("there is no profiler")
+PROFILER = unrelated("set train.profile_steps by hand")
 MICRO = by_hand(
     "train.micro_batch_tokens", note="tokens of a forward pass, not examples; does not change the result", harmless=True
 )

@@ -61,5 +61,13 @@ def test_words():
     assert meaning("aten::mm") == "matrix product" and meaning("aten::copy_") == "copying or converting tensors"
     assert meaning("ncclDevKernel_AllReduce") == "communication between ranks"
     assert meaning("SoftmaxBackward0") == "softmax and losses, backward"
+    assert meaning("aten::cat") == meaning("aten::copy_") != meaning("aten::scatter_add_")
     rows = [{"name": "k", "cpu_ms": 5.0, "device_ms": 2.0, "calls": 3}]
     assert "2 ms of device time" in page_text({0: rows}, 1, 1)
+
+
+def test_the_page_says_in_one_sentence_what_the_time_went_to():
+    times = {"aten::mm": 60.0, "MmBackward0": 15.0, "aten::copy_": 24.5, "aten::item": 0.5}
+    rows = [{"name": name, "cpu_ms": time, "device_ms": 0.0, "calls": 1} for name, time in times.items()]
+    page = page_text({0: rows}, 1, 1)
+    assert "Of it: matrix product 75%; copying or converting tensors 24%; everything else 1%." in page
