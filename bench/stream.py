@@ -1,8 +1,10 @@
 """Measure one queue of requests for all rollout workers against a static split, with log-normal lengths, on a CPU.
 
-The workers are processes of this machine, which wait instead of computing, for as long as an engine with slots would
-take: the ratio hardly depends on what else the machine does. In both ways a slot that is free is filled again, with
-the static split from the worker's own share, with the queue from what is left for all.
+First with workers that are processes of this machine and wait instead of computing, for as long as an engine with slots
+would take: the ratio hardly depends on what else the machine does. Then with real engines, which generate with pico. In
+both ways a slot that is free is filled again, with the static split from the worker's own share, with the queue from
+what is left for all. `longest share` is what a static split could lose: the tokens of the share that has the most,
+divided by the mean of the shares.
 """
 
 from __future__ import annotations
@@ -18,15 +20,19 @@ import numpy as np
 from bench.common import GPU
 from posttrain.cluster.local import LocalPool
 from posttrain.cluster.placement import Placement
-from posttrain.config.sections import OnlineClusterConfig
+from posttrain.cluster.worker_host import RoleRef
+from posttrain.config.sections import ModelConfig, OnlineClusterConfig, TrainConfig
 from posttrain.core.types import Sample
-from posttrain.engines.base import GenerationRequest, Sampling
+from posttrain.engines.base import LOCAL, GenerationRequest, Sampling
 from posttrain.parallel.weight_transfer import TransferResult
-from posttrain.train.rollout_workers import RolloutWorkers
+from posttrain.rollout.request_queue import divide
+from posttrain.train.learner import Learner
+from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers, WeightSender
 
 SECONDS = 600.0
 ROUNDS = 5
 PROMPTS, SAMPLES = 64, 16
+ENGINE_PROMPTS = 16  # of real engines
 SLOTS = 16  # sequences that a worker generates at a time
 SIGMA = 1.0  # of the logarithm of a prompt's mean length; completions of a prompt vary by a third of it
 MEDIAN_TOKENS, MAX_TOKENS = 50, 512
@@ -38,8 +44,8 @@ def measure_stream() -> None:
         print("stream: measures processes on a CPU", flush=True)
         return
     with tempfile.TemporaryDirectory() as name:
-        for count in (8,):
-            compare(f"{count} simulated workers", simulated(count, Path(name) / str(count)))
+        compare("8 simulated workers", simulated(8, Path(name) / "simulated"))
+        compare("2 engines with pico", engines(2, Path(name) / "engines"), ENGINE_PROMPTS)
 
 
 def requests_with_lengths(round_number: int, prompts: int) -> list[GenerationRequest]:
@@ -120,7 +126,7 @@ def made_sample(group: int) -> Sample:
 class NoWeights:
     """Sends nothing."""
 
-    def connect(self, groups: list[int]) -> str:
+    def connect(self, groups: list[object], parts: list[object]) -> str:
         return ""
 
     def send(self) -> TransferResult:
@@ -134,14 +140,33 @@ def simulated(count: int, folder: Path) -> tuple[Placement, RolloutWorkers]:
     return places, RolloutWorkers(slots, LocalPool().start("sender", NoWeights), lambda size: size)
 
 
+def engines(count: int, folder: Path) -> tuple[Placement, RolloutWorkers]:
+    """Real engines with one thread each; a learner sends them their weights."""
+    cluster = OnlineClusterConfig(devices=count + 1, worker_timeout_seconds=SECONDS, rollout_devices=count)
+    places, model = Placement(cluster, folder / "logs"), ModelConfig(path="pico")
+    actor = places.pool("actor")
+    actor.start("actor", Learner, model, TrainConfig(), trainable=False)
+    sender = actor.start("sender", WeightSender, RoleRef("actor"))
+    slots = places.rollout_slots(lambda pool: pool.start("rollout", RolloutWorker, model, LOCAL, "", 0))
+    return places, RolloutWorkers(slots, sender, places.rendezvous)
+
+
+def longest_share(requests: list[GenerationRequest], workers: int) -> float:
+    """Return the tokens of the longest share of a static split, divided by the mean of the shares."""
+    tokens = [sum(r.token_limit for r in part.requests.values()) for part in divide(requests, workers)]
+    return max(tokens) * len(tokens) / sum(tokens)
+
+
 def compare(what: str, made: tuple[Placement, RolloutWorkers], prompts: int = PROMPTS) -> None:
     """Print the median ratio of the times of both ways, measured in turns."""
     places, workers = made
     seconds: dict[int, list[float]] = {0: [], SLOTS: []}
+    longest = []
     try:
         workers.update(0)
         for number in range(ROUNDS):
             requests = requests_with_lengths(number, prompts)
+            longest.append(longest_share(requests, workers.shares))
             for slots, taken in seconds.items():
                 workers.slots_per_worker = slots
                 began = time.perf_counter()
@@ -155,7 +180,8 @@ def compare(what: str, made: tuple[Placement, RolloutWorkers], prompts: int = PR
         f"stream: {what}, {prompts} prompts x {SAMPLES}, log-normal lengths (median {MEDIAN_TOKENS}): static split "
         f"{statistics.median(static):.2f} s, queue {statistics.median(queue):.2f} s, ratio {ratio:.2f} "
         f"(from {min(a / b for a, b in zip(static, queue, strict=True)):.2f} to "
-        f"{max(a / b for a, b in zip(static, queue, strict=True)):.2f}); load {os.getloadavg()[0]:.1f} on "
-        f"{os.cpu_count()} cores",
+        f"{max(a / b for a, b in zip(static, queue, strict=True)):.2f}); longest share "
+        f"{statistics.median(longest):.2f} (from {min(longest):.2f} to {max(longest):.2f}); "
+        f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
         flush=True,
     )
