@@ -32,7 +32,7 @@ from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers, Weigh
 SECONDS = 600.0
 ROUNDS = 5
 PROMPTS, SAMPLES = 64, 16
-ENGINE_PROMPTS = 16  # of real engines
+ENGINE_PROMPTS, ENGINE_SLOTS = 16, 64  # of real engines; as many slots as a static share has on a CPU
 SLOTS = 16  # sequences that a worker generates at a time
 SIGMA = 1.0  # of the logarithm of a prompt's mean length; completions of a prompt vary by a third of it
 MEDIAN_TOKENS, MAX_TOKENS = 50, 512
@@ -45,7 +45,7 @@ def measure_stream() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         compare("8 simulated workers", simulated(8, Path(name) / "simulated"))
-        compare("2 engines with pico", engines(2, Path(name) / "engines"), ENGINE_PROMPTS)
+        compare("2 engines with pico", engines(2, Path(name) / "engines"), ENGINE_PROMPTS, ENGINE_SLOTS)
 
 
 def requests_with_lengths(round_number: int, prompts: int) -> list[GenerationRequest]:
@@ -157,18 +157,18 @@ def longest_share(requests: list[GenerationRequest], workers: int) -> float:
     return max(tokens) * len(tokens) / sum(tokens)
 
 
-def compare(what: str, made: tuple[Placement, RolloutWorkers], prompts: int = PROMPTS) -> None:
+def compare(what: str, made: tuple[Placement, RolloutWorkers], prompts: int = PROMPTS, slots: int = SLOTS) -> None:
     """Print the median ratio of the times of both ways, measured in turns."""
     places, workers = made
-    seconds: dict[int, list[float]] = {0: [], SLOTS: []}
+    seconds: dict[int, list[float]] = {0: [], slots: []}
     longest = []
     try:
         workers.update(0)
         for number in range(ROUNDS):
             requests = requests_with_lengths(number, prompts)
             longest.append(longest_share(requests, workers.shares))
-            for slots, taken in seconds.items():
-                workers.slots_per_worker = slots
+            for own, taken in seconds.items():
+                workers.slots_per_worker = own
                 began = time.perf_counter()
                 workers.generate(requests, Sampling(max_tokens=MAX_TOKENS))
                 taken.append(time.perf_counter() - began)

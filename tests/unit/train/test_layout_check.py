@@ -1,8 +1,10 @@
 """What a plan accepts a run accepts, and the other way round; what it proposes too."""
 
+import json
 import random
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from posttrain.algorithms import ALGORITHMS
 from posttrain.cli import plan_training
 from posttrain.cli.train import read
+from posttrain.config.sections import Config, ModelConfig
 from posttrain.core.errors import UsageError
 from posttrain.models import memory
 from posttrain.parallel.fsdp import ModelShards
@@ -36,36 +39,50 @@ def options_of(rng: random.Random, folders: dict[str, str]) -> list[str]:
     chosen |= {"cluster.devices": rng.choice((1, 2, 4, 4, 6, 8, 8, 16)), "model.lora_rank": rng.choice((0, 0, 4))}
     chosen["cluster.replicate_size"] = rng.choice((1, 1, 1, 2))
     chosen["cluster.pipeline_parallel_size"] = rng.choice((1, 1, 1, 2, 2, 4))
+    words: list[str] = []
     if chosen["cluster.pipeline_parallel_size"] > 1 and rng.random() < 0.3:
         chosen |= {"cluster.virtual_pipeline_parallel_size": 2, "cluster.pipeline_schedule": "interleaved"}
-    chosen["cluster.sequence_parallel"] = rng.choice(("false", "false", "true"))
+    elif chosen["cluster.pipeline_parallel_size"] == 2 and rng.random() < 0.5:
+        words += ["--cluster.pipeline_layers_per_stage", "1", rng.choice("123")]
+    chosen["cluster.zero_stage"] = rng.choice((2, 3, 3))
+    if sizes["context"] == 4:
+        chosen["cluster.ulysses_degree"] = rng.choice((0, 1, 2, 3))
+    words += ["--model.gradient_checkpointing"] * (rng.random() < 0.5)
+    words += ["--cluster.defer_gradient_reduction"] * (rng.random() < 0.3)
+    words += ["--cluster.sequence_parallel"] * (sizes["tensor"] > 1 and rng.random() < 0.4)
     chosen |= {"model.path": folders[rng.choice(FAMILIES)]}
-    words = [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
-    return words + ["--cluster.offload", "parameters"] * (rng.random() < 0.1)
+    words += [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
+    offloaded = rng.choice(((), (), (), (), (), (), ("parameters",), ("activations",), ("parameters", "activations")))
+    return words + ["--cluster.offload", *offloaded] * bool(offloaded)
 
 
-def planned(words: list[str]) -> str:
+def planned(words: list[str], verb: str = "sft") -> str:
     """Why `posttrain plan` refuses it; empty: it does not."""
     try:
-        config = read("sft", words, data=False)
-        check_layouts(config, ALGORITHMS["sft"](config.algo))
+        config = read(verb, words, data=False)
+        check_layouts(config, ALGORITHMS[verb](config.algo))
     except UsageError as error:
         return str(error)
     return ""
 
 
 def run(words: list[str]) -> str:
-    """Why the processes of a run refuse it: each shards its model, in a group whose other members are pretended."""
+    """Why the processes of a run refuse it."""
     try:
         config = read("sft", words, data=False)
     except UsageError as error:
         return str(error)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.cluster.devices)
+    return sharded(config, "actor", config.model)
+
+
+def sharded(config: Config, role: str, model: ModelConfig, head: str = "token") -> str:
+    """Why the processes of a role refuse: each shards its model, in a group whose other members are pretended."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.cluster.of(role).devices)
     try:
-        layout = layout_of(config, "actor")
+        layout = layout_of(config, role)
         if layout.is_sharded():
-            model = memory.empty_model(config.model, "token", torch.float32).to_empty(device="cpu")
-            ModelShards.create(layout, torch.device("cpu"), torch.float32).shard(model)
+            empty = memory.empty_model(model, head, torch.float32).to_empty(device="cpu")
+            ModelShards.create(layout, torch.device("cpu"), torch.float32).shard(empty)
     except UsageError as error:
         return str(error)
     finally:
@@ -80,6 +97,57 @@ def test_plan_and_run_agree_on_two_hundred_layouts(folders):
         reasons.append(planned(words))
         assert run(words) == reasons[-1], words
     assert 20 < reasons.count("") < 180 and len({reason[:30] for reason in reasons}) > 5, "some of each kind"
+
+
+def roles_of(rng: random.Random, folders: dict[str, str]) -> list[str]:
+    """PPO with a reference, a critic, a reward model and an engine, each on devices of its own or beside the policy."""
+    path = folders[rng.choice(FAMILIES)]
+    chosen = {"cluster.devices": rng.choice((4, 16, 16, 16)), "model.path": path, "algo.kl_coef": 0.1}
+    chosen["reward.functions"] = rng.choice(("gsm8k", f"model:{path}", f"model:{folders[rng.choice(FAMILIES)]}"))
+    for role in ("critic", "reference", "reward", "rollout"):
+        if rng.random() < 0.6:
+            chosen[f"cluster.{role}_devices"] = rng.choice((1, 2, 2, 2))
+    for role in ("critic", "reference", "reward"):
+        for size in rng.sample(("tensor", "context", "expert", "pipeline"), 1) if rng.random() < 0.5 else ():
+            chosen[f"cluster.{role}_{size}_parallel_size"] = 2
+    if rng.random() < 0.5:
+        chosen["rollout.engine"] = "vllm"
+        if "cluster.rollout_devices" in chosen:
+            chosen["cluster.rollout_tensor_parallel_size"] = rng.choice((1, 2, 2, 3))
+        else:
+            chosen["rollout.vllm_options"] = json.dumps({"tensor_parallel_size": rng.choice((1, 2, 2, 3))})
+    chosen["model.lora_rank"] = rng.choice((0, 0, 4))
+    return [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
+
+
+def run_roles(words: list[str]) -> str:
+    """Why the processes of some role refuse it, in the order in which models are loaded."""
+    try:
+        config = read("ppo", words, data=False)
+    except UsageError as error:
+        return str(error)
+    cluster, own, frozen = config.cluster, config.model, replace(config.model, lora_rank=0)
+    rewards = [text.removeprefix("model:") for text in config.reward.functions if text.startswith("model:")]
+    models = [("actor", own, "token")] + [("reference", frozen, "token")] * (not own.lora_rank)
+    models += [(f"reward-{number}", replace(frozen, path=path), "score") for number, path in enumerate(rewards)]
+    models.append(("critic", replace(own, path=rewards[0] if rewards else own.path), "score"))
+    for role, model, head in models:
+        if reason := sharded(config, role, model, head):
+            return reason if role == "actor" else f"{reason} (role {role})"
+    engine = int(config.rollout.vllm_options.get("tensor_parallel_size", 1)) if config.rollout.engine == "vllm" else 1
+    if "rollout" not in cluster.own_devices() and cluster.of("actor").devices % engine:  # as VllmEngine finds
+        return f"tensor_parallel_size is {engine}, which does not divide"
+    return ""
+
+
+def test_plan_and_run_agree_on_forty_layouts_of_roles(folders):
+    rng, reasons = random.Random(0), []
+    for _ in range(40):
+        words = roles_of(rng, folders)
+        reasons.append(planned(words, "ppo"))
+        found = run_roles(words)
+        assert bool(found) == bool(reasons[-1]) and found in reasons[-1], (words, found, reasons[-1])
+    assert 5 < reasons.count("") < 35 and len({reason[:30] for reason in reasons}) > 5, "some of each kind"
 
 
 def test_a_teacher_is_refused_with_stages(folders):
