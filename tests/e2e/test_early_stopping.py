@@ -26,17 +26,21 @@ def test_a_run_that_does_not_improve_ends(options, tmp_path, capsys):
     assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} == {"step-00000002", "step-00000006"}
 
 
-def test_another_metric_decides_which_checkpoint_is_the_best(options, tmp_path, capsys):
-    """The largest length is the best one; a resumed run goes on comparing with it."""
-    chosen = ["--eval.metric_for_best_model", "length", "--eval.metric_mode", "max", "--eval.every_steps", 1]
-    online = ["--reward", "format", "--rollout.max_tokens", 6, "--train.learning_rate", "3e-3"]
-    online += ["--rollout.samples_per_prompt", 2, "--save.max_checkpoints", 1, "--output_dir", "run"]
-    assert command("grpo", *options, *online, *chosen, "--train.max_steps", 2) == 0
-    assert command("grpo", "--output_dir", "run", "--resume", "--train.max_steps", 3) == 0
-    lengths = {row["step"]: row["eval/length"] for row in rows_of(tmp_path / "run/metrics.jsonl")}
-    best = max(lengths, key=lengths.get)
+@pytest.mark.parametrize("mode", ["max", "auto"])
+def test_the_metric_decides_which_checkpoint_is_the_best(mode, options, tmp_path, capsys):
+    """The loss falls: its largest value is the first, and a resumed run goes on comparing with it."""
+    chosen = ["--eval.metric_for_best_model", "loss", "--eval.metric_mode", mode, "--eval.every_steps", 1]
+    train = ["--train.learning_rate", "3e-3", "--save.max_checkpoints", 1, "--output_dir", "run"]
+    assert command("sft", *options, *train, *chosen, "--train.max_steps", 2) == 0
+    assert command("sft", "--output_dir", "run", "--resume", "--train.max_steps", 4) == 0
+    losses = {row["step"]: row["eval/loss"] for row in rows_of(tmp_path / "run/metrics.jsonl")}
+    best = (max if mode == "max" else min)(losses, key=losses.get)
+    assert best == (1 if mode == "max" else 4)
     kept = {int(path.name.removeprefix("step-")) for path in (tmp_path / "run/checkpoints").iterdir()}
-    assert kept == {best, 3} and f"at step {best}" in capsys.readouterr().out
+    assert kept == {best, 4} and f"best eval/loss {losses[best]:.4g} at step {best}" in capsys.readouterr().out
+
+
+def test_a_metric_that_is_not_measured_is_named(options, capsys):
     wrong = ["--eval.metric_for_best_model", "f1", "--output_dir", "wrong"]
     assert command("sft", *options, *wrong, "--train.max_steps", 1) == 2
     assert "eval.metric_for_best_model is f1" in (said := capsys.readouterr().err) and "loss" in said
