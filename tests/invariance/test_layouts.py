@@ -366,7 +366,7 @@ def test_a_checkpoint_of_many_is_a_plain_hugging_face_folder(found, case):
 def test_sequence_parallelism_divides_what_is_kept_for_the_backward_pass(found):
     for rank in found["2"]:
         one, divided = rank["saved activations"]
-        assert 0.5 * one <= divided < 0.6 * one, (one, divided)
+        assert 0.5 * one <= divided < 0.55 * one, (one, divided)
 
 
 def test_what_cannot_be_split_is_said(found):
