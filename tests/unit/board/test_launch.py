@@ -35,7 +35,7 @@ def test_the_form_has_every_option_of_the_trainer(verb):
     assert {option["key"] for option in shown} == set(option_keys(with_algorithm(ALGORITHMS[verb]))) - NOT_IN_THE_FORM
     assert all(option["help"] for option in shown)
     (optimizer,) = [option for option in shown if option["key"] == "train.optimizer"]
-    assert optimizer["choices"] == ["adamw", "adamw_8bit", "muon", "adafactor"] and optimizer["default"] == "adamw"
+    assert {"adamw", "muon"} < set(optimizer["choices"]) and optimizer["default"] == "adamw"
 
 
 def test_command_and_yaml_mean_the_chosen_values(tmp_path):
