@@ -930,7 +930,8 @@ def test_mindformers_runs(capsys):
     given = (launch, "--ignore", "train_dataset.data_loader.dataset_dir")
     config, text = imported(*given, capsys=capsys)
     assert all(name in text for name in leaves(yaml.safe_load(MINDFORMERS)) if not name.startswith("callbacks"))
-    assert config["cluster"] == {"devices": 8, "tensor_parallel_size": 4, "pipeline_parallel_size": 2}
+    sizes = {"devices": 8, "tensor_parallel_size": 4, "pipeline_parallel_size": 2}
+    assert config["cluster"] == {**sizes, "sequence_parallel": True}
     assert config["train"]["batch_size"] == 2
     assert config["save"]["every_steps"] == 500 and config["train"]["min_lr_ratio"] == 0
     assert command("run", *given, "--cluster.devices", 1) == 0

@@ -294,11 +294,15 @@ def left_out_or_problem(use: Use, reason: str, choices: Choices, meaning: Meanin
     return Key(use, {}, reason, problem=not harmless, default=default)
 
 
+DIVIDES_A_MODEL = ("_size", "sequence_parallel", "ulysses_degree", "pipeline_schedule", "pipeline_layers_per_stage")
+"""Ends of the names of options that divide a model among devices."""
+
+
 def apply_choices(key: Key, choices: Choices, chosen: int) -> Key:
     """Leave out options that conflict with the devices or the engine that the user chose."""
     kept = dict(key.options)
     if chosen:
-        ends = ("_devices", "_colocate_with") if chosen > 1 else ("_size", "_devices", "_colocate_with")
+        ends = ("_devices", "_colocate_with", *(DIVIDES_A_MODEL if chosen == 1 else ()))
         kept = {o: v for o, v in kept.items() if not (o.startswith("cluster.") and o.endswith(ends))}
         kept.pop("cluster.devices", None)
     if choices.settings.get("rollout.engine") == "local":
