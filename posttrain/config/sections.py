@@ -461,6 +461,9 @@ class RolloutConfig:
     """Time limit for one conversation of rollout.agent; beyond it the conversation fails and is left out."""
     replay: str = ""
     """Take completions from this run directory's records instead of generating them; they are scored again."""
+    record_entropy: bool = False
+    """Record each token's entropy and the trainer's log-probability, which the board shows as colours: one more forward
+    pass per step."""
     max_mismatch: float = 0.1
     """Stop when sampler and trainer differ by this KL per token at equal weights in three steps in a row; warn at a
     tenth of it."""

@@ -48,6 +48,7 @@ class Rollout:
     replayed: bool = False  # generated at an earlier step, and trained on again
     replaced: bool = False  # its group has no signal, and an earlier group is trained on in its place
     seconds: float = 0.0  # that its rewards took
+    recorded: dict[str, Floats] = field(default_factory=dict)  # streams that are not trained on, only written
     verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of judges: reason, counts, replies
     early_verdicts: list[Verdict | None] | None = None  # of rewards that ran while others were still being generated
     model_verdicts: dict[int, Verdict] = field(default_factory=dict)  # likewise, of reward models by their index
@@ -128,6 +129,12 @@ def streams(sample: Sample) -> dict[str, Floats]:
     """Return the sample's streams at the tokens marked 1."""
     known = {name: getattr(sample, name) for name in STREAMS}
     return {name: stream[sample.mask] for name, stream in known.items() if stream is not None}
+
+
+def written_streams(rollout: Rollout) -> dict[str, Floats]:
+    """Return the streams of a line: those of the sample, and those that are for the record alone."""
+    known = {name: stream[rollout.sample.mask] for name, stream in rollout.recorded.items()}
+    return known | streams(rollout.sample)
 
 
 def line_of(row: dict[str, Any], numbers: dict[str, Floats]) -> str:
@@ -281,7 +288,7 @@ class RolloutWriter:
 
     def add(self, rollouts: Sequence[Rollout], step: int) -> None:
         # Convert now: the caller may change the samples afterwards.
-        rows = [(without_streams(rollout, step), streams(rollout.sample)) for rollout in rollouts]
+        rows = [(without_streams(rollout, step), written_streams(rollout)) for rollout in rollouts]
         self.flush()
         self.flushing.clear()
         self.thread = threading.Thread(target=self.write, args=(rows,), name="rollout writer")

@@ -465,6 +465,19 @@ class Learner:
         with nullcontext() if adapters else lora.disabled(self.model):
             return self.token_streams(samples, request, lambda out: out.logprobs)
 
+    def token_statistics(
+        self, samples: Sequence[Sample], distribution: SamplingDistribution, experts: ExpertUse
+    ) -> list[Floats]:
+        """Return log-probability and entropy at each counted token, [tokens, 2]; 0 elsewhere."""
+        names = frozenset({"logprobs", "entropy"})
+
+        def read(out: Outputs) -> torch.Tensor:
+            assert out.logprobs is not None and out.entropy is not None
+            return torch.stack([out.logprobs, out.entropy], dim=1)
+
+        request = ForwardRequest(names=names, distribution=distribution, experts=experts)
+        return self.token_streams(samples, request, read, (2,))
+
     def likeliest(self, samples: Sequence[Sample], count: int, temperature: float) -> list[tuple[Ints, Floats]]:
         """Return the likeliest tokens and their log-probabilities, both [tokens, count]; 0 where no token counts."""
         assert self.runner.context is None, "refused in the checks of the configuration"
@@ -499,10 +512,14 @@ class Learner:
         return self.from_last_stage(found).tolist()
 
     def token_streams(
-        self, samples: Sequence[Sample], request: ForwardRequest, read: Callable[[Outputs], torch.Tensor | None]
+        self,
+        samples: Sequence[Sample],
+        request: ForwardRequest,
+        read: Callable[[Outputs], torch.Tensor | None],
+        shape: tuple[int, ...] = (),
     ) -> list[Floats]:
-        """Return one array per sample of the output that `read` selects."""
-        found = {index: np.zeros(len(sample), dtype=np.float32) for index, sample in enumerate(samples)}
+        """Return one array per sample of the output that `read` selects; `shape`: that of each token's."""
+        found = {index: np.zeros((len(sample), *shape), dtype=np.float32) for index, sample in enumerate(samples)}
         for indices, out, batch in self.forward_all(samples, request):
             stream = read(out)
             assert stream is not None

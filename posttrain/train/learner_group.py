@@ -92,6 +92,11 @@ class LearnerGroup:
         how: dict[str, Any] = {"adapters": adapters, "distribution": distribution, "experts": experts}
         return concatenate(self.spread("logprobs", samples, **how))
 
+    def token_statistics(
+        self, samples: Sequence[Sample], distribution: SamplingDistribution, experts: ExpertUse
+    ) -> list[Floats]:
+        return concatenate(self.spread("token_statistics", samples, distribution=distribution, experts=experts))
+
     def likeliest(self, samples: Sequence[Sample], count: int, temperature: float) -> list[tuple[Ints, Floats]]:
         return concatenate(self.spread("likeliest", samples, 1, count, temperature))
 

@@ -169,6 +169,9 @@ class OnlineLoop:
             metrics["replayed_groups"] = float(len({r.sample.group for r in rollouts if r.replayed}))
         if self.config.rollout.inflight_updates or self.config.rollout.partial_prompts:
             metrics["mixed_versions"] = mixed_versions(samples)
+        if self.config.rollout.record_entropy:
+            with self.run.log.phase("entropy"):
+                self.record_entropy(fresh)
         with self.run.log.phase("train"), self.offloader.on_device("optimizer", self.policy):
             metrics |= self.update(self.trained_samples(samples))
         self.algorithm.after_step(metrics, len(samples))
@@ -189,6 +192,16 @@ class OnlineLoop:
             if every and self.run.log.has_trackers and due(self.step, every, self.run.data.steps):
                 self.run.log.completions(self.step, [records.table_row(rollout) for rollout in fresh[:TABLE_ROWS]])
         return metrics
+
+    def record_entropy(self, rollouts: Sequence[Rollout]) -> None:
+        """Compute the policy's log-probability and entropy at each token, for the record alone."""
+        scored = [rollout for rollout in rollouts if not rollout.failure]
+        algorithm = self.algorithm
+        found = self.policy.token_statistics(
+            [rollout.sample for rollout in scored], algorithm.distribution, algorithm.experts
+        )
+        for rollout, values in zip(scored, found, strict=True):
+            rollout.recorded = {"old_logprobs": values[:, 0], "entropy": values[:, 1]}
 
     def trained_samples(self, samples: list[Sample]) -> list[Sample]:
         """Return the samples that count in the loss."""

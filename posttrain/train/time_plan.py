@@ -195,6 +195,8 @@ def helper_time(config: Config, algo: Algorithm, device: torch.device, machines:
         passes.append((algo.reference_path() or path, "token", sharding_of(config, "reference")))
     if needs & {"old_logprobs", "logprobs"}:
         passes.append((path, "token", sharding_of(config)))
+    if isinstance(config, OnlineConfig) and config.rollout.record_entropy:
+        passes.append((path, "token", sharding_of(config)))
     if algo.teacher_path():
         passes.append((algo.teacher_path(), "token", sharding_of(config)))
     asked = algo.teachers() if isinstance(algo, OnlineAlgorithm) else None

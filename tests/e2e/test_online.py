@@ -65,6 +65,24 @@ def test_the_ratio_is_one_at_equal_weights(sampling, updates, tmp_path):
         is_one(row, 1e-6)
 
 
+def test_recorded_entropies_are_those_that_are_trained_on_and_change_nothing(tmp_path):
+    found = {}
+    for recorded in (False, True):
+        (folder := tmp_path / str(recorded)).mkdir()
+        train("grpo", **options(folder, rollout={"temperature": 0.7, "record_entropy": recorded}))
+        found[recorded] = metrics_of(folder), records_of(folder)
+    for plain, row in zip(found[False][1], found[True][1], strict=True):
+        own = {name: row.pop(name) for name in ("old_logprobs", "entropy")}
+        assert row | {"seconds": 0, "origin": ""} == plain | {"seconds": 0, "origin": ""}
+        np.testing.assert_allclose(own["old_logprobs"], row["logprobs"], atol=1e-5)  # sampled with the same weights
+        row["entropy"] = own["entropy"]
+    for plain, metrics in zip(found[False][0], found[True][0], strict=True):
+        assert (metrics["loss"], metrics["grad_norm"]) == (plain["loss"], plain["grad_norm"])
+        rows = [row for row in found[True][1] if row["step"] == metrics["step"]]
+        trained = [value for row in rows if any(row["advantages"]) for value in row["entropy"]]
+        assert np.mean(trained) == pytest.approx(metrics["entropy"], rel=1e-5)
+
+
 def test_speculative_decoding_samples_the_same_and_says_what_was_accepted(tmp_path):
     found = {}
     for tokens in (0, 4):
