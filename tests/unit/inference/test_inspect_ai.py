@@ -1,4 +1,4 @@
-"""inspect-ai's scores through the local engine are those of its own provider for models of Hugging Face.
+"""inspect-ai's scores through the local engine and over HTTP are those of its own provider for models of Hugging Face.
 
 pip install inspect-ai, or `make test-harness`.
 """
@@ -8,7 +8,9 @@ import pytest
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import UsageError
 from posttrain.inference.harness import HarnessRun, run_harness
+from posttrain.inference.model import InferenceModel
 from tests.tiny import tiny_folder
+from tests.unit.server.serving import serving
 
 inspect_ai = pytest.importorskip("inspect_ai", reason="inspect-ai is not installed: make test-harness")
 
@@ -58,6 +60,16 @@ def test_scores_are_those_of_the_hugging_face_provider(tmp_path):
     figure = found.figures["letters/includes accuracy"]
     assert figure.low < figure.value < figure.high
     assert list((tmp_path / "ours").iterdir())  # its own log, for `inspect view`
+    # Over HTTP, by its provider for servers with OpenAI's API.
+    with serving(InferenceModel(ModelConfig(path=str(folder)), DataConfig(max_length=2**20)), slots=4) as server:
+        address = f"http://127.0.0.1:{server.port}/v1"
+        greedy = inspect_ai.model.GenerateConfig(temperature=0.0)
+        served = inspect_ai.model.get_model("openai-api/local/pico", base_url=address, api_key="none", config=greedy)
+        (log,) = inspect_ai.eval(f"{file}@letters", model=served, display="none", log_dir=str(tmp_path / "served"))
+    assert log.status == "success"
+    assert {sample.id: [sample.output.completion] for sample in log.samples} == {
+        key: row["replies"] for key, row in ours.items()
+    }
 
 
 def test_epochs_have_completions_of_their_own(tmp_path):
