@@ -6,6 +6,7 @@ import asyncio
 import csv
 import io
 import json
+import math
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from posttrain.board.control import RunControl
 from posttrain.board.curves import csv_rows, curves, metric_names
 from posttrain.board.evaluations import RunEvaluation, compared, evaluations_of, evaluations_page, main_figure
-from posttrain.board.launch import Job, Launch, Launcher, form, presets, trainers, values_of_preset, values_of_run
+from posttrain.board.launch import (
+    Job,
+    Launch,
+    Launcher,
+    changed_options,
+    form,
+    presets,
+    trainers,
+    values_of_preset,
+    values_of_run,
+)
 from posttrain.board.rollouts import ORDERS, Filter, RolloutReader, shared_prompts
 from posttrain.board.runs import BoardRun, RunList
 from posttrain.core.errors import UsageError
@@ -201,7 +212,9 @@ class Board:
             raise ApiError(400, "smoothing: expected a number from 0 to below 1", param="smoothing")
         names = [name for name in query.text("metrics").split(",") if name]
         x_axis: XAxis = query.choice("x_axis", get_args(XAxis))
-        return {"runs": curves(self.runs(query), names, x_axis, smoothing)}
+        first, last = query.number("x_from"), query.number("x_to")
+        shown = (-math.inf if first is None else first, math.inf if last is None else last)
+        return {"runs": curves(self.runs(query), names, x_axis, smoothing, shown)}
 
     def csv_page(self, query: Query) -> Any:
         names = [name for name in query.text("metrics").split(",") if name]
@@ -252,11 +265,13 @@ class Board:
     def config_page(self, query: Query) -> Any:
         found = [run.config() for run in self.runs(query)]
         names = dict.fromkeys(name for config in found for name in config)
+        changed = changed_options(self.runs(query)[0]) if len(found) == 1 else set()
         return {
             "options": [
                 {
                     "name": name[:200],
                     "values": [option_text(config[name]) if name in config else None for config in found],
+                    "changed": name in changed,
                 }
                 for name in list(names)[:2000]
             ],

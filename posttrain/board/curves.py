@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,8 +28,17 @@ def metric_names(runs: Sequence[BoardRun]) -> list[dict[str, Any]]:
     return [{"name": name, "runs": found.get(name, 0), "usual": name in usual} for name in ordered]
 
 
-def curves(runs: Sequence[BoardRun], names: Sequence[str], x_axis: XAxis, smoothing: float) -> list[dict[str, Any]]:
-    """Return for each run its curves by metric: x, y and, if y is smoothed, the values themselves."""
+def curves(
+    runs: Sequence[BoardRun],
+    names: Sequence[str],
+    x_axis: XAxis,
+    smoothing: float,
+    shown: tuple[float, float] = (-math.inf, math.inf),
+) -> list[dict[str, Any]]:
+    """Return for each run its curves by metric: x, y and, if y is smoothed, the values themselves.
+
+    `shown`: the part of the axis to return; its points are smoothed like those of the whole curve.
+    """
     found: list[dict[str, Any]] = []
     for run in runs:
         metrics = run.as_plot()
@@ -46,11 +57,13 @@ def curves(runs: Sequence[BoardRun], names: Sequence[str], x_axis: XAxis, smooth
             if points:
                 x, y = [at for at, _ in points], [value for _, value in points]
                 smooth = smoothed(y, smoothing) if smoothing > 0 and len(y) > 2 else y
-                kept = thinned(smooth, y)
+                first, end = bisect.bisect_left(x, shown[0]), bisect.bisect_right(x, shown[1])
+                kept = [first + i for i in thinned(smooth[first:end], y[first:end])]
                 drawn[name] = {"x": [x[i] for i in kept], "y": [smooth[i] for i in kept], "count": len(y)}
                 if smooth is not y:
                     drawn[name]["raw"] = [y[i] for i in kept]
-        found.append({"run": run.id, "name": run.name, "curves": drawn, "problem": problem})
+        ends = [places[0], places[-1]] if places else None
+        found.append({"run": run.id, "name": run.name, "curves": drawn, "ends": ends, "problem": problem})
     return found
 
 

@@ -88,6 +88,20 @@ def defaults_of(verb: str) -> Config:
 
 def values_of_run(run: BoardRun) -> dict[str, Any]:
     """Return the trainer of a run and its options that are not defaults, as the form takes them."""
+    changed = changed_values(run)
+    return {"trainer": str(run.config_mapping()["verb"]), "values": {name: as_typed(v) for name, v in changed.items()}}
+
+
+def changed_options(run: BoardRun) -> set[str]:
+    """Return the names of the options of a run that are not defaults."""
+    try:
+        return set(changed_values(run))
+    except ApiError:  # none of a trainer, or none of ours
+        return set()
+
+
+def changed_values(run: BoardRun) -> dict[str, Any]:
+    """Return the options of a trainer's run that are not defaults, by their present names."""
     config = run.config_mapping()
     verb = str(config.get("verb", ""))
     if verb not in ALGORITHMS:
@@ -95,9 +109,11 @@ def values_of_run(run: BoardRun) -> dict[str, Any]:
     defaults = defaults_of(verb)
     plain = flattened(as_mapping(defaults))
     known = set(option_keys(defaults)) - NOT_IN_THE_FORM - {"output_dir"}
-    saved = renamed_settings(config, plain)
-    changed = {name: value for name, value in saved.items() if name in known and value != plain.get(name)}
-    return {"trainer": verb, "values": {name: as_typed(value) for name, value in changed.items()}}
+    try:
+        saved = renamed_settings(config, plain)
+    except (UsageError, OverflowError, OSError) as error:  # values that no version has written
+        raise ApiError(409, f"{run.name}: its configuration cannot be read: {str(error)[:500]}") from None
+    return {name: value for name, value in saved.items() if name in known and value != plain.get(name)}
 
 
 def presets(verb: str) -> list[str]:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -207,7 +207,7 @@ class _Checker:
             if limit is not None and max(map(len, samples)) > limit:  # is the truncated example valid?
                 list(encode([(record, examples_of[record.origin])], self.encoder, self.report.add_problem))
             if len(self.report.shown) < EXAMPLES_SHOWN:
-                spans = [_rendered_spans(self.encoder, sample.tokens, sample.mask) for sample in samples]
+                spans = [rendered_spans(self.encoder.tokenizer, sample.tokens, sample.mask) for sample in samples]
                 self.report.shown.append((record.origin, spans))
 
     def _check_prompt(self, record: Record, examples: list[Example]) -> None:
@@ -224,7 +224,7 @@ class _Checker:
         if len(self.report.shown) < EXAMPLES_SHOWN:
             masks = [np.zeros(len(prompt.tokens), dtype=np.bool_) for prompt in prompts]  # no token is trained on
             pairs = zip(prompts, masks, strict=True)
-            spans = [_rendered_spans(self.encoder, prompt.tokens, mask) for prompt, mask in pairs]
+            spans = [rendered_spans(self.encoder.tokenizer, prompt.tokens, mask) for prompt, mask in pairs]
             self.report.shown.append((record.origin, spans))
 
     def _measure(self, lengths: list[int], completions: list[int]) -> None:
@@ -241,11 +241,11 @@ def _examples_digest(examples: Sequence[Example]) -> bytes:
     return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=12).digest()
 
 
-def _rendered_spans(encoder: Encoder, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_]) -> list[RenderedSpan]:
+def rendered_spans(tokenizer: Any, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_]) -> list[RenderedSpan]:
     """Split the text of a sample where training on tokens begins or ends."""
 
     def text_before(edge: int) -> str:
-        text = encoder.tokenizer.decode(tokens[:edge], skip_special_tokens=False)
+        text = tokenizer.decode(tokens[:edge], skip_special_tokens=False)
         return text.rstrip("\ufffd") if edge < len(tokens) else text  # an incomplete character belongs to the next span
 
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]

@@ -38,7 +38,7 @@ from posttrain.train import WORKER_MODULES
 from posttrain.train.callbacks import CallbackRunner, EarlyStopping, MetricFunctions, TrainingState
 from posttrain.train.inputs import NO_INPUTS, RunInputs
 from posttrain.train.learner_group import LearnerGroup
-from posttrain.train.run_data import RunData, check_lengths, describe, load_data, preview
+from posttrain.train.run_data import RunData, check_lengths, describe, load_data, previews
 from posttrain.train.run_directory import RunDirectory, StopSignals
 from posttrain.train.verification import find_checkpoint
 
@@ -281,8 +281,8 @@ class Run:
             if self.config.resume:
                 self.log.message("no checkpoint yet: starting from step 0")
             else:
-                first = [entry for example in self.data.train.examples[:3] for entry in example]
-                self.log.samples(0, [preview(self.tokenizer, entry) for entry in first])
+                first = self.data.train.examples[:3]
+                self.log.samples(0, [row for example in first for row in previews(self.tokenizer, example)])
             self.write_config()
             return 0
         state = read_json(newest / "state.json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +12,7 @@ from posttrain.algorithms import Algorithm
 from posttrain.config.sections import Config, OnlineConfig
 from posttrain.core.errors import DataError, UsageError
 from posttrain.core.types import Prompt, Sample
+from posttrain.data.check import rendered_spans
 from posttrain.data.dataset import Dataset, Encoder, ExampleStream, load_dataset, split_examples
 from posttrain.models.loading import read_config
 from posttrain.models.paths import is_adapter
@@ -174,11 +175,19 @@ def describe(config: Config, data: RunData, folder: Path) -> Iterator[str]:
     yield f"run: {folder}"
 
 
+def previews(tokenizer: Any, example: Sequence[Sample | Prompt]) -> list[dict[str, Any]]:
+    """Return the samples of an example for a person to check; those of a pair are chosen and rejected."""
+    names = ["chosen", "rejected"] if len(example) == 2 else [""]
+    rows = [preview(tokenizer, entry) for entry in example]
+    return [row | ({"role": name} if name else {}) for row, name in zip(rows, names, strict=True)]
+
+
 def preview(tokenizer: Any, example: Sample | Prompt) -> dict[str, Any]:
-    """Return a sample as its whole text and the part of it that counts, or a prompt, for a person to check."""
+    """Return a sample as its whole text and the parts of it that count, or a prompt."""
     if isinstance(example, Prompt):
         text = tokenizer.decode(example.tokens, skip_special_tokens=False)
         return {"origin": example.origin, "text": text, "tokens": len(example.tokens), "columns": example.columns}
     counted = tokenizer.decode(example.tokens[example.mask], skip_special_tokens=False)
     whole = tokenizer.decode(example.tokens, skip_special_tokens=False)
-    return {"origin": example.origin, "text": whole, "counts": counted, "tokens": len(example)}
+    spans = [[span.text, span.trained] for span in rendered_spans(tokenizer, example.tokens, example.mask)]
+    return {"origin": example.origin, "text": whole, "counts": counted, "spans": spans, "tokens": len(example)}

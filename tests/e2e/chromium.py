@@ -123,5 +123,15 @@ class Chromium:
             more = {"text": key} if len(key) == 1 and kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, **more)
 
+    def drag(self, element, start, end):
+        """Drag the mouse over an element, from one share of its width to another."""
+        inside = "{ const r = e.getBoundingClientRect(); return [r.left, r.top + r.height / 2, r.width]; }"
+        self.evaluate(f"{element}.scrollIntoView()")
+        left, top, width = self.evaluate(f"(e => {inside})({element})")
+        moves = [("mouseMoved", start), ("mousePressed", start), ("mouseMoved", end), ("mouseReleased", end)]
+        for kind, share in moves:
+            held = {"button": "left", "buttons": 1, "clickCount": 1} if kind != "mouseMoved" or share == end else {}
+            self.call("Input.dispatchMouseEvent", type=kind, x=left + share * width, y=top, **held)
+
     def screenshot(self, path):
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))

@@ -48,7 +48,8 @@ def runs(tmp_path_factory):
         "--rollout.stop",
         *string.ascii_letters,
     )
-    assert command(*online, *environment, "--output_dir", runs / "environment") == 0
+    recorded = ("--rollout.record_entropy", "--output_dir", runs / "environment")
+    assert command(*online, *environment, *recorded) == 0
     assert command(*online, "--reward", f"{reward}:broken", "--output_dir", runs / "failed") == 1
     texts = [HOSTILE, "\x1b[31m\u202ered\x00", "A" * 10_000_000]
     calls = [{"function": {"name": "search", "arguments": '{"city": "<i>Rome</i>"}'}}]
@@ -106,8 +107,20 @@ def test_runs_are_chosen_and_compared_by_keys(shown, browser):
     for key in ("j", "x", "j", "x", "c"):
         browser.key(key)
     browser.wait("location.hash.startsWith('#/compare/curves?runs=') && document.querySelector('.chart canvas')")
+    browser.evaluate("document.querySelector('button.toggle').click()")
+    browser.wait("location.hash.includes('hidden=')")
+    drawn = "document.querySelector('canvas').getAttribute('aria-label').split('Last values: ')[1].includes(', ')"
+    browser.wait(f"!{drawn}")  # of two runs one is left
     browser.key("2")
     browser.wait("document.querySelector('table.options') && document.body.innerText.includes('options differ')")
+
+
+def test_the_first_link_leads_to_the_content_and_a_wrong_address_to_the_list(shown, browser):
+    page = f"run/{shown.ids['resumed']}/logs"
+    visit(shown, page, "document.querySelector('pre.log')")
+    browser.evaluate("document.querySelector('.skip').click()")
+    assert browser.evaluate("document.activeElement.id") == "main" and page in browser.evaluate("location.hash")
+    visit(shown, "%E0%A4%A", "document.querySelector('h1').innerText === 'Runs'")
 
 
 def test_curves_follow_the_pointer_and_become_pictures(shown, browser):
@@ -116,6 +129,16 @@ def test_curves_follow_the_pointer_and_become_pictures(shown, browser):
     browser.evaluate("document.querySelector('canvas').focus()")
     browser.key("ArrowRight")
     browser.wait("document.querySelector('.tip:not([hidden])')?.innerText.includes('step 1')")
+    # A part of the axis: by keys around the value that is shown, or by dragging; then all of it again.
+    browser.key("+")
+    browser.wait("location.hash.includes('x_from=0&x_to=2')")
+    browser.wait("document.querySelector('canvas').getAttribute('aria-label').includes('Arrow keys')")
+    browser.key("0")
+    browser.wait("!location.hash.includes('x_from')")
+    browser.drag("document.querySelector('canvas')", 0.45, 0.95)
+    browser.wait("location.hash.includes('x_from=2&x_to=4')")
+    browser.evaluate("[...document.querySelectorAll('button')].find(b => b.textContent === 'Whole axis').click()")
+    browser.wait("!location.hash.includes('x_from')")
     saved = (
         "new Promise(done => { URL.createObjectURL = blob => { done(`${blob.type} ${blob.size > 2000}`); return '#'; };"
         "[...document.querySelectorAll('button')].find(b => b.textContent === 'PNG').click(); })"
@@ -140,6 +163,12 @@ def test_conversations_of_an_environment_and_their_tokens(shown, browser):
     over = "dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"
     browser.evaluate(f"document.querySelector('.tokens [data-i]').{over}")
     browser.wait("document.querySelector('.about-token').innerText.includes('log-probability')")
+    kinds = browser.evaluate("[...document.querySelector('main select').options].map(o => o.value)")
+    assert {"mask", "logprobs", "ratio", "entropy", "advantages"} <= set(kinds)
+    choose = "{ const s = document.querySelector('main select'); s.value = 'entropy'; "
+    browser.evaluate(f"{choose} s.dispatchEvent(new Event('change')); }}")
+    browser.wait("location.hash.includes('color=entropy')")
+    assert browser.evaluate(coloured) > 0
 
 
 def test_a_failed_run_says_why(shown, browser):

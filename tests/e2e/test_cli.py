@@ -197,6 +197,7 @@ def test_the_run_folder(tmp_path):
     shown = rows_of(run / "samples/step-00000000.jsonl")
     assert [row["origin"] for row in shown] == ["chat.jsonl:1", "chat.jsonl:2", "chat.jsonl:3"]
     assert shown[1]["text"] == "<s><|user|>1+1=<|end|><|assistant|>2<|end|>" and shown[1]["counts"] == "2<|end|>"
+    assert shown[1]["spans"] == [["<s><|user|>1+1=<|end|><|assistant|>", False], ["2<|end|>", True]]
 
 
 def test_the_last_line_names_the_command_that_goes_on(tmp_path, capsys):

@@ -1,7 +1,9 @@
-// Line charts on a canvas: linear or logarithmic, values under the pointer or by arrow keys, PNG.
+// Line charts on a canvas: linear or logarithmic, values under the pointer or by arrow keys, a part of the axis, PNG.
 import { h, number, color, save } from "./dom.js";
 
 const LEFT = 56, RIGHT = 12, TOP = 10, BOTTOM = 26;
+const FEW_POINTS = 40; // of a curve: each is marked, so that one sees where values are
+const DRAG_PIXELS = 6;
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 export const cssColor = index => css(`--c${index % 8}`);
 
@@ -25,17 +27,43 @@ const short = value => {
 };
 
 export class Chart {
-  // actions: elements beside the title
-  constructor(title, { height = 220, actions = [], fileName = title } = {}) {
-    this.title = title; this.height = height; this.series = []; this.log = false; this.at = null; this.xLabel = "step";
+  // actions: elements beside the title; zoom: called with the part of the axis that was chosen, [from, to], or null for all
+  constructor(title, { height = 220, actions = [], fileName = title, zoom = null } = {}) {
+    this.title = title; this.height = height; this.series = []; this.log = false; this.at = null; this.xLabel = "step"; this.drag = null; this.range = null;
     this.canvas = h("canvas", { tabindex: "0", role: "img" });
     this.tip = h("div", { class: "tip", hidden: true });
     this.box = h("div", { class: "chart" }, this.canvas, this.tip);
     const png = h("button", { class: "quiet", title: "Download as PNG", on: { click: () => this.png(fileName) } }, "PNG");
     this.heading = h("div", { class: "chart-head" }, h("h3", { title }, title), ...actions, png);
     this.element = h("section", { class: "card" }, this.heading, this.box);
-    this.canvas.addEventListener("pointermove", event => { const r = this.canvas.getBoundingClientRect(); this.point(event.clientX - r.left); });
+    const across = event => event.clientX - this.canvas.getBoundingClientRect().left;
+    this.canvas.addEventListener("pointermove", event => { if (this.drag) { this.drag[1] = across(event); this.draw(); } else this.point(across(event)); });
     this.canvas.addEventListener("pointerleave", () => this.point(null));
+    if (zoom) {
+      this.canvas.title = "Drag to zoom, double-click for all";
+      this.canvas.addEventListener("pointerdown", event => { // a finger scrolls and reads values
+        if (event.pointerType !== "mouse" || event.button || !this.frame) return;
+        this.drag = [across(event), across(event)];
+        this.canvas.setPointerCapture(event.pointerId);
+      });
+      const end = event => {
+        if (!this.drag) return;
+        const ends = [...this.drag].sort((a, b) => a - b);
+        this.drag = null;
+        this.draw();
+        if (event.type === "pointerup" && this.frame && ends[1] - ends[0] > DRAG_PIXELS) zoom(ends.map(x => this.value(x)));
+      };
+      this.canvas.addEventListener("pointerup", end);
+      this.canvas.addEventListener("pointercancel", end);
+      this.canvas.addEventListener("dblclick", () => zoom(null));
+      this.canvas.addEventListener("keydown", event => {
+        if (!["+", "-", "0"].includes(event.key) || !this.frame) return;
+        event.preventDefault();
+        const { x0, x1 } = this.frame, middle = this.at ?? (x0 + x1) / 2, half = (x1 - x0) * (event.key === "+" ? 0.25 : 1);
+        const wanted = [middle - half, middle + half];
+        zoom(event.key === "0" || (this.whole && wanted[0] <= this.whole[0] && wanted[1] >= this.whole[1]) ? null : wanted);
+      });
+    }
     this.canvas.addEventListener("blur", () => this.point(null));
     this.canvas.addEventListener("keydown", event => {
       const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
@@ -50,9 +78,9 @@ export class Chart {
     addEventListener("themechange", () => this.draw());
   }
 
-  // series: [{label, color (index), x, y, raw}]
-  set(series, { log = false, xLabel = "step" } = {}) {
-    this.log = log; this.xLabel = xLabel; this.hiddenPoints = 0;
+  // series: [{label, color (index), x, y, raw}]; range: the part of the axis to draw; whole: all that there is
+  set(series, { log = false, xLabel = "step", range = null, whole = range } = {}) {
+    this.log = log; this.xLabel = xLabel; this.range = range; this.whole = whole; this.hiddenPoints = 0;
     const keep = v => !log || v > 0;
     this.series = series.map(s => {
       const place = s.y.map((v, i) => i).filter(i => keep(s.y[i]));
@@ -88,6 +116,7 @@ export class Chart {
       for (const v of s.y) { if (v < y0) y0 = v; if (v > y1) y1 = v; }
       for (const v of s.raw || []) if (!this.log || v > 0) { if (v < y0) y0 = v; if (v > y1) y1 = v; }
     }
+    if (this.range) [x0, x1] = this.range;
     if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
     if (this.log) { y0 /= 1.12; y1 *= 1.12; } else { const pad = (y1 - y0 || Math.abs(y1) || 1) * 0.07; y0 -= pad; y1 += pad; }
     const up = this.log ? Math.log : v => v, low = up(y0), high = up(y1);
@@ -115,12 +144,19 @@ export class Chart {
         drawing = true;
       });
       g.stroke(); g.globalAlpha = 1;
-      if (values.length === 1) { g.fillStyle = cssColor(s.color); g.beginPath(); g.arc(px(s.x[0]), py(values[0]), 3, 0, 7); g.fill(); }
+    };
+    const dots = s => {
+      g.fillStyle = cssColor(s.color);
+      s.y.forEach((v, i) => { g.beginPath(); g.arc(px(s.x[i]), py(v), s.x.length === 1 ? 3 : 2.2, 0, 7); g.fill(); });
     };
     g.save(); g.beginPath(); g.rect(LEFT - 2, TOP - 4, width - LEFT - RIGHT + 6, height - TOP - BOTTOM + 8); g.clip();
     for (const s of this.series) if (s.raw) line(s, s.raw, 1, 0.28);
-    for (const s of this.series) line(s, s.y, 1.9, 1);
+    for (const s of this.series) { line(s, s.y, 1.9, 1); if (s.x.length <= FEW_POINTS) dots(s); }
     g.restore();
+    if (this.drag && canvas === this.canvas) {
+      const inside = x => Math.min(width - RIGHT, Math.max(LEFT, x)), [a, b] = this.drag.map(inside);
+      g.globalAlpha = 0.15; g.fillStyle = css("--accent"); g.fillRect(Math.min(a, b), TOP, Math.abs(b - a), height - TOP - BOTTOM); g.globalAlpha = 1;
+    }
     if (this.at !== null && canvas === this.canvas) {
       g.strokeStyle = text; g.setLineDash([3, 3]); g.lineWidth = 1; g.beginPath(); g.moveTo(px(this.at), TOP); g.lineTo(px(this.at), height - BOTTOM); g.stroke(); g.setLineDash([]);
       for (const s of this.series) { const i = nearest(s.x, this.at); g.fillStyle = cssColor(s.color); g.beginPath(); g.arc(px(s.x[i]), py(s.y[i]), 3.4, 0, 7); g.fill(); }
@@ -129,11 +165,15 @@ export class Chart {
 
   point(x) {
     if (!this.frame) return;
-    const { x0, x1, width } = this.frame;
-    if (x === null || x < LEFT - 10 || x > width) { if (this.at !== null) { this.at = null; this.tip.hidden = true; this.draw(); } return; }
-    const wanted = x0 + (x - LEFT) / (width - LEFT - RIGHT) * (x1 - x0);
-    const at = this.xs[nearest(this.xs, wanted)];
+    if (x === null || x < LEFT - 10 || x > this.frame.width) { if (this.at !== null) { this.at = null; this.tip.hidden = true; this.draw(); } return; }
+    const at = this.xs[nearest(this.xs, this.value(x))];
     if (at !== this.at) { this.at = at; this.draw(); this.showTip(); }
+  }
+
+  // Where a place of the canvas is on the horizontal axis.
+  value(x) {
+    const { x0, x1, width } = this.frame, part = (x - LEFT) / (width - LEFT - RIGHT);
+    return x0 + Math.min(1, Math.max(0, part)) * (x1 - x0);
   }
 
   showTip() {

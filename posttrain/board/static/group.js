@@ -1,16 +1,17 @@
 // The completions of one prompt in one step, side by side, with values per token as colours.
 import { h, long, number, select, visible } from "./dom.js";
 import { get } from "./api.js";
-import { conversation, rewardText } from "./completions.js";
+import { advantageOf, conversation, rewardText } from "./completions.js";
 
 const FEW_TOKENS = 2500;
 const NAMES = { logprobs: "log-probability (sampler)", old_logprobs: "log-probability (trainer)", ref_logprobs: "log-probability (reference)", ratio: "ratio trainer / sampler", "logprobs - ref_logprobs": "log-ratio policy / reference", advantages: "advantage", values: "value", returns: "return", entropy: "entropy" };
+const NOT_RECORDED = "none recorded";
 const CENTRE = { ratio: 1, advantages: 0, "logprobs - ref_logprobs": 0 };
 const mix = (name, share) => `color-mix(in srgb, var(${name}) ${Math.round(100 * Math.min(1, Math.max(0, share)))}%, transparent)`;
 
 // Returns value -> background of one kind of values, over all completions of the group.
 function painter(kind, completions) {
-  if (kind === "none" || kind === "mask") return () => "";
+  if (["none", "mask", NOT_RECORDED].includes(kind)) return () => "";
   const all = completions.flatMap(c => c.tokens?.streams[kind] || []).filter(v => v !== null);
   if (kind in CENTRE) {
     const most = all.reduce((m, v) => Math.max(m, Math.abs(v - CENTRE[kind])), 0) || 1;
@@ -37,7 +38,7 @@ export async function showGroup(page) {
   const completions = group.completions, readable = completions.filter(c => !c.unreadable);
   const kinds = [...new Set(readable.flatMap(c => Object.keys(c.tokens?.streams || {})))];
   let kind = page.values.get("color") || (kinds.includes("logprobs") ? "logprobs" : "mask"), whole = page.values.get("whole") === "yes", edges = page.values.get("edges") === "yes", order = page.values.get("order") || "reward";
-  const side = h("div", { class: "side" }), legend = h("span");
+  const side = h("div", { class: "side" }), legend = h("span"), hint = h("span", { class: "muted small" });
   const go = number => { if (number !== null) location.hash = `#/group/${id}/${number}`; };
   const { before, after } = group.neighbours;
   Object.assign(page.keys, { "[": () => go(before), "]": () => go(after) });
@@ -49,7 +50,7 @@ export async function showGroup(page) {
     h("div", { class: "top", style: { marginBottom: 0 } }, h("h1", {}, `Step ${number(group.step)}, group ${number(group.group)}`), h("span", { class: "muted" }, `${number(group.count)} completions${rewards.length ? `, mean reward ${number(mean)}` : ""}${group.count > completions.length ? `, the first ${completions.length} are shown` : ""}`), h("span", { class: "space" }),
       h("button", { disabled: before === null, title: "Previous group ([)", on: { click: () => go(before) } }, "← previous"), h("button", { disabled: after === null, title: "Next group (])", on: { click: () => go(after) } }, "next →")),
     first ? h("section", { class: "card" }, h("div", { class: "row between" }, h("h2", { style: { margin: 0 } }, "Prompt"), h("span", { class: "muted small wrap" }, visible(first.origin))), conversation(first.whole ? promptOf(first) : first.messages), first.columns && first.columns !== "{}" ? h("details", {}, h("summary", { class: "muted small" }, "columns of the example"), h("div", { class: "pre mono" }, visible(first.columns))) : null) : null,
-    h("section", { class: "card row" }, h("label", {}, "colour", select(kind, [["none", "none"], ["mask", "trained tokens"], ...kinds.map(k => [k, NAMES[k] || k])], value => { kind = value; page.remember({ color: value }); draw(); })), legend, h("label", {}, wholeBox, "with the prompt"), h("label", {}, edgesBox, "token edges"), h("span", { class: "space" }), h("label", {}, "order", select(order, [["reward", "by reward"], ["recorded", "as recorded"], ["length", "by length"]], value => { order = value; page.remember({ order: value }); draw(); }))),
+    h("section", { class: "card row" }, h("label", {}, "colour", select(kind, [["none", "none"], ["mask", "trained tokens"], ...kinds.map(k => [k, NAMES[k] || k]), ...(kinds.includes("entropy") ? [] : [[NOT_RECORDED, "entropy, ratio: not recorded"]])], value => { kind = value; page.remember({ color: value }); draw(); })), legend, hint, h("label", {}, wholeBox, "with the prompt"), h("label", {}, edgesBox, "token edges"), h("span", { class: "space" }), h("label", {}, "order", select(order, [["reward", "by reward"], ["recorded", "as recorded"], ["length", "by length"]], value => { order = value; page.remember({ order: value }); draw(); }))),
     first && first.tokens && !first.tokens.texts ? h("p", { class: "notice" }, "The run has not saved a checkpoint yet, so the texts of single tokens are not known; their numbers are shown.") : null, side));
 
   function tokens(c, paint) {
@@ -95,9 +96,10 @@ export async function showGroup(page) {
     if (order === "reward") sorted.sort((a, b) => (b.failure || b.unreadable ? -Infinity : b.reward) - (a.failure || a.unreadable ? -Infinity : a.reward));
     if (order === "length") sorted.sort((a, b) => (b.length || 0) - (a.length || 0));
     legend.replaceChildren(...[scale(kind, readable)].filter(Boolean));
+    hint.replaceChildren(...(kind === NOT_RECORDED ? ["A run records them with ", h("code", {}, "--rollout.record_entropy"), "."] : []));
     side.replaceChildren(...sorted.map(c => c.unreadable ? h("section", { class: "card notice" }, `Line ${c.number + 1} cannot be read: it is longer than 64 MiB, damaged, or changed.`) :
       h("section", { class: `card answer${!c.failure && best > worst && c.reward === best ? " best" : ""}`, data: { number: c.number } },
-        h("div", { class: "row between" }, h("span", { class: "row" }, rewardText(c), c.advantage !== null ? h("span", { class: "small muted" }, `advantage ${number(c.advantage, 3)}`) : null), h("span", { class: "muted small number" }, `${number(c.length)} tokens${c.finish === "length" ? ", cut off" : ""}${c.turns > 1 ? `, ${c.turns} turns` : ""}`)),
+        h("div", { class: "row between" }, h("span", { class: "row" }, rewardText(c), c.advantage !== null ? h("span", { class: "small muted" }, `advantage ${number(advantageOf(c), 3)}`) : null), h("span", { class: "muted small number" }, `${number(c.length)} tokens${c.finish === "length" ? ", cut off" : ""}${c.turns > 1 ? `, ${c.turns} turns` : ""}`)),
         Object.keys(c.rewards).length ? h("div", { class: "row small" }, Object.entries(c.rewards).map(([name, value]) => h("span", { class: "pill plain" }, `${visible(name)} ${number(value)}`))) : null,
         c.failure ? h("p", { class: "notice bad pre small" }, visible(c.failure)) : null,
         c.whole ? h("details", { open: true }, h("summary", {}, "conversation"), conversation(c.messages.slice(promptOf(c).length))) : null,

@@ -14,8 +14,9 @@ let leave = new AbortController();
 
 export const address = () => {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
-  return { parts: path.split("/").map(decodeURIComponent), values: new URLSearchParams(query) };
+  return { parts: path.split("/").map(decoded), values: new URLSearchParams(query) };
 };
+const decoded = text => { try { return decodeURIComponent(text); } catch { return text; } };
 
 function failed(error) {
   if (error.name === "AbortError") return;
@@ -74,12 +75,15 @@ async function route() {
 }
 
 let current = { keys: {} };
-const HELP = [["g r", "runs"], ["g n", "new run"], ["j / k", "next and previous row"], ["Enter", "open"], ["x", "choose a run"], ["c", "compare the chosen runs"], ["1 … 7", "tabs of a run"], ["/", "search"], ["[ and ]", "previous and next group"], ["← →", "values of a chart that has the focus"], ["t", "light, dark, as the system"], ["?", "this list"]];
+const HELP = [["g r", "runs"], ["g n", "new run"], ["j / k", "next and previous row"], ["Enter", "open"], ["x", "choose a run"], ["c", "compare the chosen runs"], ["1 … 7", "tabs of a run"], ["/", "search"], ["[ and ]", "previous and next group"], ["← →", "values of a chart, or tokens, that have the focus"], ["+ − 0", "a part of the axis, or all of it"], ["t", "light, dark, as the system"], ["?", "this list"]];
 
 document.getElementById("help").addEventListener("click", () => {
   dialog.replaceChildren(h("h2", {}, "Keys"), h("table", {}, HELP.map(([keys, text]) => h("tr", {}, h("td", {}, h("kbd", {}, keys)), h("td", {}, text)))), h("div", { class: "row end" }, h("button", { on: { click: () => dialog.close() } }, "Close")));
   dialog.showModal();
 });
+
+// The part after # names a page here, so that the link must not change it.
+document.querySelector(".skip").addEventListener("click", event => { event.preventDefault(); main.focus(); main.scrollIntoView(); });
 
 const theme = document.getElementById("theme"), system = matchMedia("(prefers-color-scheme: dark)");
 function paint() {

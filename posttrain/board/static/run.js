@@ -9,6 +9,7 @@ import { showEvaluations } from "./evaluations.js";
 import { showConfig } from "./config.js";
 import { phasesCard } from "./phases.js";
 
+const FEW = 40; // values of a curve: these are not smoothed
 const TABS = [["", "Overview"], ["curves", "Curves"], ["completions", "Completions"], ["evaluations", "Evaluations"], ["config", "Configuration"], ["examples", "Data check"], ["logs", "Logs"]];
 
 export async function showRun(page) {
@@ -75,8 +76,11 @@ async function showOverview(page, first, box, painted) {
       for (const name of names) { drawn.set(name, new Chart(name, { height: 180, fileName: `${run.name}-${name}` })); charts.append(drawn.get(name).element); }
     }
     if (names.length) {
-      const found = (await get("curves", { runs: run.id, metrics: names.join(","), smoothing: run.step > 40 ? 0.6 : 0 }, page.signal)).runs[0];
-      for (const name of names) drawn.get(name).set(found.curves[name] ? [{ label: name, color: 0, ...found.curves[name] }] : []);
+      const found = (await get("curves", { runs: run.id, metrics: names.join(","), smoothing: run.step > FEW ? 0.6 : 0 }, page.signal)).runs[0];
+      for (const name of names) {
+        const curve = found.curves[name], plain = curve?.raw && curve.count <= FEW ? { x: curve.x, y: curve.raw } : curve;
+        drawn.get(name).set(curve ? [{ label: name, color: 0, ...plain }] : [], { range: found.ends });
+      }
     }
   });
 }
@@ -108,7 +112,7 @@ async function showLogs(page, run, box) {
   let files = "";
   const load = async () => {
     const found = await get("log", { run: run.id, file }, page.signal);
-    if (files !== found.files.join()) { files = found.files.join(); chooser.replaceChildren(select(found.file, found.files.map(name => [name, name]), value => { file = value; page.remember({ file }); load(); })); }
+    if (files !== found.files.join()) { files = found.files.join(); chooser.replaceChildren(select(found.file, found.files.map(name => [name, name]), value => { file = value; page.remember({ file }); load().catch(() => {}); /* the next one says so */ })); }
     size.textContent = `${number(found.bytes)} bytes${found.bytes > found.text.length * 4 ? ", the end of it" : ""}`;
     if (found.text !== drawn) { drawn = text = found.text; draw(); }
   };
@@ -119,11 +123,13 @@ async function showExamples(page, run, box) {
   const { examples } = await get("examples", { run: run.id }, page.signal);
   const example = ({ step, row }) => {
     const text = typeof row.text === "string" ? row.text : null, counts = typeof row.counts === "string" ? row.counts : "";
-    // Marked only where there is no doubt: the trained text is one piece, and occurs once.
+    const marked = part => h("mark", { title: "These tokens are trained on" }, visible(part));
+    const spans = Array.isArray(row.spans) && row.spans.every(Array.isArray) && row.spans.map(([part]) => part).join("") === text;
+    // Earlier runs have no spans. Marked only where there is no doubt: the trained text is one piece, and occurs once.
     const at = text !== null && counts && text.indexOf(counts) === text.lastIndexOf(counts) ? text.indexOf(counts) : -1;
-    const shown = text === null ? visible(JSON.stringify(row, null, 1)) : at < 0 ? visible(text) : [visible(text.slice(0, at)), h("mark", { title: "These tokens are trained on" }, visible(counts)), visible(text.slice(at + counts.length))];
-    return h("section", { class: "card" }, h("div", { class: "row between" }, h("b", { class: "wrap" }, visible(row.origin || `step ${step}`)), h("span", { class: "muted" }, row.tokens !== undefined ? `${row.tokens} tokens` : "")),
-      h("div", { class: "tokens" }, shown), counts && at < 0 ? [h("p", { class: "muted small" }, "Trained on (in several pieces, or a text that occurs more than once):"), h("div", { class: "tokens" }, visible(counts))] : null,
+    const shown = spans ? row.spans.map(([part, trained]) => trained === true ? marked(part) : visible(part)) : text === null ? visible(JSON.stringify(row, null, 1)) : at < 0 ? visible(text) : [visible(text.slice(0, at)), marked(counts), visible(text.slice(at + counts.length))];
+    return h("section", { class: "card" }, h("div", { class: "row between" }, h("span", { class: "wrap" }, h("b", {}, visible(row.origin || `step ${step}`)), typeof row.role === "string" ? ` · ${visible(row.role)}` : ""), h("span", { class: "muted" }, row.tokens !== undefined ? `${row.tokens} tokens` : "")),
+      h("div", { class: "tokens" }, shown), counts && !spans && at < 0 ? [h("p", { class: "muted small" }, "Trained on (in several pieces, or a text that occurs more than once):"), h("div", { class: "tokens" }, visible(counts))] : null,
       row.columns ? h("details", {}, h("summary", { class: "muted small" }, "columns for rewards and environments"), h("pre", { class: "pre" }, visible(JSON.stringify(row.columns, null, 1)))) : null);
   };
   box.replaceChildren(h("div", { class: "stack" }, h("p", { class: "muted" }, "The first examples as the model sees them, with the chat template applied. ", h("mark", {}, "Marked"), " text is trained on; prompts of online runs have none."),

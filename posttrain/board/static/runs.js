@@ -6,6 +6,8 @@ import { spark } from "./chart.js";
 const chosen = new Set();
 const ORDER = { running: 0, failed: 1, killed: 2, stopped: 3, unknown: 4, finished: 5 };
 const link = run => `#/run/${run.id}`;
+// The value in the column metric.
+const figure = run => (run.figure ? run.figure.value : run.last[run.main_metric]) ?? null;
 
 export function steps(run) {
   const text = run.total_steps ? `${number(run.step)} / ${number(run.total_steps)}` : number(run.step);
@@ -19,14 +21,14 @@ export async function showRuns(page) {
   const search = h("input", { type: "search", placeholder: "Filter by name, task, model …", "aria-label": "Filter runs", value: page.values.get("q") || "" });
   const body = h("tbody"), bar = h("div"), count = h("span", { class: "muted" });
   let order = page.values.get("order") || "newest", runs = [], shown = "";
-  const orderBox = select(order, [["newest", "newest first"], ["state", "by state"], ["name", "by name"]], value => { order = value; page.remember({ order: value === "newest" ? "" : value }); draw(true); });
+  const orderBox = select(order, [["newest", "newest first"], ["state", "by state"], ["name", "by name"], ["highest", "highest metric"], ["lowest", "lowest metric"]], value => { order = value; page.remember({ order: value === "newest" ? "" : value }); draw(true); });
   const table = h("table", { class: "runs" }, h("thead", {}, h("tr", {}, h("th"), h("th", {}, "run"), h("th", {}, "state"), h("th", {}, "steps"), h("th", { class: "number" }, "speed"), h("th", { class: "number" }, "metric"), h("th", {}, ""), h("th", { class: "number" }, "memory"), h("th", { class: "number" }, "changed"))), body);
   search.addEventListener("input", () => { page.remember({ q: search.value }); draw(true); });
   page.main.replaceChildren(h("div", { class: "top" }, h("h1", {}, "Runs"), count, h("span", { class: "space" }), search, orderBox, h("a", { class: "button primary", href: "#/launch" }, "New run")), h("section", { class: "card list" }, h("div", { class: "scroll" }, table)), bar);
 
   const toggle = run => { if (chosen.has(run.id)) chosen.delete(run.id); else chosen.add(run.id); draw(true); };
   const row = run => {
-    const metric = run.figure ? run.figure.name : run.main_metric, value = run.figure ? run.figure.value : run.last[metric];
+    const metric = run.figure ? run.figure.name : run.main_metric, value = figure(run);
     return h("tr", { class: `open${chosen.has(run.id) ? " chosen" : ""}`, tabindex: "0", data: { row: run.id }, on: {
       click: event => { if (!event.target.closest("a, input")) location.hash = link(run); },
       keydown: event => { if (event.key === "Enter" && event.target === event.currentTarget) location.hash = link(run); },
@@ -36,7 +38,7 @@ export async function showRuns(page) {
       h("td", { class: "state", title: run.reason }, pill(run.state), run.resumed_at.length ? h("div", { class: "muted small" }, `resumed at ${run.resumed_at.map(s => number(s)).join(", ")}`) : null),
       h("td", { class: "steps", style: { minWidth: "150px" } }, run.verb === "eval" ? null : steps(run)),
       h("td", { class: "number optional" }, run.tokens_per_second ? `${number(run.tokens_per_second, 3)} tok/s` : "–", h("div", { class: "muted small" }, run.seconds_per_step ? `${number(run.seconds_per_step, 3)} s/step` : "")),
-      h("td", { class: "number metric" }, value === undefined ? "–" : number(value), h("div", { class: "muted small" }, metric)),
+      h("td", { class: "number metric" }, number(value), h("div", { class: "muted small" }, metric)),
       h("td", { class: "spark" }, run.spark.length > 1 ? spark(run.spark) : null),
       h("td", { class: "number optional" }, run.memory_gib ? `${number(run.memory_gib, 3)} GiB` : "–"),
       h("td", { class: "number muted optional" }, ago(run.updated)));
@@ -45,7 +47,10 @@ export async function showRuns(page) {
   function draw(force) {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const fits = runs.filter(run => words.every(w => `${run.name} ${run.verb} ${run.model} ${run.state}`.toLowerCase().includes(w)));
-    fits.sort((a, b) => order === "name" ? a.name.localeCompare(b.name) : (order === "state" && ORDER[a.state] - ORDER[b.state]) || (b.created || b.updated || 0) - (a.created || a.updated || 0));
+    const newest = (a, b) => (b.created || b.updated || 0) - (a.created || a.updated || 0);
+    const by_metric = sign => (a, b) => (figure(a) === null) - (figure(b) === null) || sign * (figure(a) - figure(b)) || newest(a, b);
+    const orders = { newest, name: (a, b) => a.name.localeCompare(b.name), state: (a, b) => ORDER[a.state] - ORDER[b.state] || newest(a, b), highest: by_metric(-1), lowest: by_metric(1) };
+    fits.sort(orders[order] || newest);
     const key = JSON.stringify([fits, [...chosen]]);
     if (key === shown && !force) return;
     shown = key;

@@ -74,6 +74,9 @@ def test_curves_are_those_of_posttrain_plot(server, ids):
     assert curve["y"] == pytest.approx([1, (0.25 + 0.25) / 0.75, (0.125 + 0.125 + 1 / 6) / 0.875])
     minutes = get(server, "curves", runs=ids["a"], metrics="loss", x_axis="time")["runs"][0]["curves"]["loss"]["x"]
     assert minutes == pytest.approx([0.05, 0.1, 0.15])
+    (part,) = get(server, "curves", runs=ids["a"], metrics="loss", smoothing=0.5, x_from=1.5, x_to=3)["runs"]
+    assert part["ends"] == [1, 3] and part["curves"]["loss"]["x"] == [2, 3]
+    assert part["curves"]["loss"]["y"] == curve["y"][1:]  # smoothed like the whole curve
     names = {entry["name"] for entry in get(server, "metrics", runs=ids["a"])["metrics"]}
     assert names == {"loss", "reward", "tokens", "time/train", "time/generate"}
 
@@ -109,6 +112,8 @@ def test_configurations_are_compared(server, ids):
     options = get(server, "config", runs=f"{ids['a']},{ids['b']}")["options"]
     differing = {option["name"]: option["values"] for option in options if len(set(option["values"])) > 1}
     assert differing == {"train.max_steps": ["3", "5"], "train.learning_rate": ["0.1", "0.2"]}
+    alone = get(server, "config", runs=ids["a"])["options"]
+    assert [one["name"] for one in alone if one["changed"]] == ["model.path", "train.max_steps", "train.learning_rate"]
 
 
 @pytest.mark.parametrize(

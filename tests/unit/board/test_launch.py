@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.board.launch import NOT_IN_THE_FORM, Launch, Launcher, form, values_of_run
+from posttrain.board.launch import NOT_IN_THE_FORM, Launch, Launcher, changed_options, form, values_of_run
 from posttrain.config.parsing import entries_of_words, option_keys, parse, read_entries
 from posttrain.config.sections import as_mapping, with_algorithm
 from posttrain.core.errors import UsageError
@@ -97,7 +97,12 @@ def test_a_run_fills_the_form(tmp_path):
     }
     (tmp_path / "run/config.yaml").write_text("verb: sft\ndata: {map_keys: {a: b}, train: [<i>]}\nmodel: 3\nx: [1]\n")
     assert values_of_run(run)["values"] == {"data.map_keys": '{"a": "b"}', "data.train": ["<i>"]}
+    (tmp_path / "run/config.yaml").write_text(f"verb: sft\nupdate: {{warmup: {10**400}}}\n")  # an earlier option
+    with pytest.raises(ApiError, match="cannot be read"):
+        values_of_run(run)
+    assert changed_options(run) == set()
     (tmp_path / "run/config.yaml").write_text("verb: ../../bin/sh\n")
+    assert changed_options(run) == set()
     with pytest.raises(ApiError, match="names no trainer"):
         values_of_run(run)
 
