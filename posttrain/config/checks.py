@@ -112,6 +112,8 @@ def check(config: Config, *, data: bool = True) -> Config:
             raise UsageError(message)
 
     model, source, train = config.model, config.data, config.train
+    if launched_size() > 1:  # torchrun and srun decide the number of devices, which the checks below read
+        config.cluster.devices = launched_size()
     check_trackers(config, refuse)
     refuse(not model.path, "model.path is not set. Give a model directory, a Hugging Face name or pico: --model pico")
     refuse(data and not source.train, "data.train is not set. Name the files to train on: --data examples.jsonl")
@@ -137,6 +139,25 @@ def check(config: Config, *, data: bool = True) -> Config:
     check_evaluation(config, refuse)
     for key, low, high in BOUNDS:
         refuse(*outside(config, key, low, high))
+    check_schedule(config, refuse)
+    check_cluster(config, refuse)
+    check_optimizer(config, refuse)
+    check_divided_model(config, refuse)
+    check_noise_and_frozen_weights(config, refuse)
+    idle = [] if isinstance(config, OnlineConfig) else [o for o in config.cluster.offload if o in ONLINE_PARTS]
+    refuse(
+        bool(idle),
+        f"cluster.offload is {' '.join(config.cluster.offload)}, but offline training has no phase without "
+        f"{' and '.join(idle)}. cluster.offload parameters keeps weights, gradients and optimizer in host memory.",
+    )
+    if isinstance(config, OnlineConfig):
+        check_online(config, refuse)
+    return config
+
+
+def check_schedule(config: Config, refuse: Refuse) -> None:
+    """Refuse warm-up, decay and epochs that contradict each other."""
+    train = config.train
     refuse(
         bool(train.warmup_steps and train.warmup_ratio),
         f"train.warmup_steps is {train.warmup_steps} and train.warmup_ratio is {train.warmup_ratio}; set one of them.",
@@ -155,17 +176,6 @@ def check(config: Config, *, data: bool = True) -> Config:
         not train.max_steps and not 0 < train.epochs < math.inf,
         f"train.epochs is {train.epochs}; it must be above 0, and finite.",
     )
-    check_cluster(config, refuse)
-    check_optimizer(config, refuse)
-    idle = [] if isinstance(config, OnlineConfig) else [o for o in config.cluster.offload if o in ONLINE_PARTS]
-    refuse(
-        bool(idle),
-        f"cluster.offload is {' '.join(config.cluster.offload)}, but offline training has no phase without "
-        f"{' and '.join(idle)}. cluster.offload parameters keeps weights, gradients and optimizer in host memory.",
-    )
-    if isinstance(config, OnlineConfig):
-        check_online(config, refuse)
-    return config
 
 
 def check_trackers(config: Config, refuse: Refuse) -> None:
@@ -256,9 +266,9 @@ def check_weights(config: Config, refuse: Refuse) -> None:
 
 
 def check_optimizer(config: Config, refuse: Refuse) -> None:
-    """Refuse optimizers, adapters and noise where they would not compute what they promise."""
+    """Refuse optimizers whose states cannot be where the options put them."""
     model, train, cluster = config.model, config.train, config.cluster
-    divided = max(cluster.of(role).devices for role in ("actor", "critic")) > 1 or "parameters" in cluster.offload
+    divided = divides_model(cluster)
     refuse(
         train.optimizer != "adamw" and divided,
         f"train.optimizer is {train.optimizer}, whose states are of whole matrices, but the model is divided among "
@@ -279,6 +289,16 @@ def check_optimizer(config: Config, refuse: Refuse) -> None:
     )
     if train.optimizer == "schedule_free":
         check_schedule_free(config, refuse)
+
+
+def divides_model(cluster: ClusterConfig) -> bool:
+    """Whether a device holds only a part of each weight that is trained."""
+    return max(cluster.of(role).devices for role in ("actor", "critic")) > 1 or "parameters" in cluster.offload
+
+
+def check_divided_model(config: Config, refuse: Refuse) -> None:
+    """Refuse kinds of adapters that need whole matrices where the model is divided among devices."""
+    model, divided = config.model, divides_model(config.cluster)
     refuse(
         model.use_dora and divided,
         "model.use_dora needs the lengths of whole rows, but the model is divided among devices (cluster.devices, "
@@ -289,6 +309,11 @@ def check_optimizer(config: Config, refuse: Refuse) -> None:
         f"model.lora_init {model.lora_init} needs whole matrices, but the model is divided among devices "
         "(cluster.devices, cluster.offload parameters). Leave it out, or use one device.",
     )
+
+
+def check_noise_and_frozen_weights(config: Config, refuse: Refuse) -> None:
+    """Refuse noise on embeddings and frozen layers where samples or layers are divided."""
+    model, train, cluster = config.model, config.train, config.cluster
     refuse(
         bool(train.neftune_noise_alpha) and isinstance(config, OnlineConfig),
         f"train.neftune_noise_alpha is {train.neftune_noise_alpha}: noise would change the log-probabilities of "
@@ -368,15 +393,13 @@ def launched_size() -> int:
 
 
 def check_cluster(config: Config, refuse: Refuse) -> None:
-    """Refuse numbers of devices that cannot be divided as the options say; torchrun and srun set cluster.devices."""
+    """Refuse numbers of devices that cannot be divided as the options say."""
     cluster = config.cluster
-    if launched_size() > 1:
-        cluster.devices = launched_size()
-        refuse(
-            bool(cluster.ray_address),
-            f"cluster.ray_address is {cluster.ray_address}, but torchrun or srun started {launched_size()} processes. "
-            "Use one of them.",
-        )
+    refuse(
+        bool(cluster.ray_address) and launched_size() > 1,
+        f"cluster.ray_address is {cluster.ray_address}, but torchrun or srun started {launched_size()} processes. "
+        "Use one of them.",
+    )
     refuse(*outside(config, "cluster.devices", 1, None))
     for entry in dataclasses.fields(cluster):
         if entry.name.endswith(("_devices", "_size")):
@@ -509,16 +532,29 @@ def indexed_rewards(cluster: ClusterConfig) -> list[str]:
 
 def check_online(config: OnlineConfig, refuse: Refuse) -> None:
     """Check what must hold between the options of online trainers."""
+    rollout, cluster = config.rollout, config.cluster
     refuse(
-        "policy" in config.cluster.offload and bool(config.rollout.ahead),
-        f"cluster.offload policy moves the policy while others work, but with rollout.ahead {config.rollout.ahead} it "
+        "policy" in cluster.offload and bool(rollout.ahead),
+        f"cluster.offload policy moves the policy while others work, but with rollout.ahead {rollout.ahead} it "
         "trains meanwhile: leave out one of them.",
     )
-    rollout, reward, cluster = config.rollout, config.reward, config.cluster
-    has_program = bool(rollout.environment or rollout.agent)
     programs = {"environment": rollout.environment, "agent": rollout.agent, "tools": " ".join(rollout.tools)}
     given = [f"rollout.{name} is {value}" for name, value in programs.items() if value]
     refuse(len(given) > 1, f"{' and '.join(given)}; set one of them.")
+    check_prompt_choice(config, refuse)
+    check_reward(config, refuse)
+    check_batches(config, refuse)
+    check_partial(config, refuse)
+    check_engine(config, refuse)
+    check_reward_devices(config, refuse)
+    for key, low, high in ONLINE_BOUNDS:
+        refuse(*outside(config, key, low, high))
+    refuse(*outside(config, "reward.overlong_tokens", 0, rollout.max_tokens))
+
+
+def check_prompt_choice(config: OnlineConfig, refuse: Refuse) -> None:
+    """Check what must hold where groups or prompts are chosen by earlier rewards."""
+    rollout = config.rollout
     chooses = rollout.skip_epochs > 0 or rollout.prompt_sampling == "difficulty"
     named = "rollout.skip_epochs" if rollout.skip_epochs else "rollout.prompt_sampling difficulty"
     refuse(
@@ -534,6 +570,11 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         chooses and bool(rollout.replay),
         f"{named} chooses prompts, but rollout.replay takes recorded completions: leave out one of them.",
     )
+
+
+def check_reward(config: OnlineConfig, refuse: Refuse) -> None:
+    """Check what must hold between rewards, their bounds and how credit is assigned."""
+    rollout, reward = config.rollout, config.reward
     credit = getattr(config.algo, "credit", "conversation")
     refuse(
         credit != "conversation" and (reward.clips or reward.normalize == "running"),
@@ -554,15 +595,23 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
     )
     kinds = "a verifier by name, FILE.py:FUNCTION, judge:RUBRIC.yaml, model:PATH or http://..."
     refuse(
-        config.algo is not None and config.algo.needs_reward() and not (reward.functions or has_program),
+        config.algo is not None
+        and config.algo.needs_reward()
+        and not (reward.functions or rollout.environment or rollout.agent),
         f"reward.functions is not set: what scores completions? Give {kinds}: --reward gsm8k",
     )
     refuse(
         bool(reward.weights) and len(reward.weights) != len(reward.functions),
         f"reward.weights has {len(reward.weights)} numbers for {len(reward.functions)} rewards. Give one each.",
     )
+
+
+def check_batches(config: OnlineConfig, refuse: Refuse) -> None:
+    """Check what must hold where batches are replayed, divided into parts or generated during training."""
+    rollout, cluster = config.rollout, config.cluster
+    has_turns = bool(rollout.environment or rollout.agent or rollout.tools)
     refuse(
-        bool(rollout.replay and (rollout.ahead or rollout.dynamic_sampling or has_program or rollout.tools)),
+        bool(rollout.replay and (rollout.ahead or rollout.dynamic_sampling or has_turns)),
         "rollout.replay takes recorded completions as they are: leave out rollout.ahead, rollout.dynamic_sampling, "
         "rollout.environment, rollout.tools and rollout.agent.",
     )
@@ -581,7 +630,11 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         "rollout.inflight_updates is set, but completions are not generated during training: set --rollout.ahead 1 and "
         "--cluster.rollout_devices N.",
     )
-    check_partial(config, refuse)
+
+
+def check_engine(config: OnlineConfig, refuse: Refuse) -> None:
+    """Refuse options that the chosen engine does not have."""
+    rollout, cluster = config.rollout, config.cluster
     refuse(
         rollout.router_replay and (rollout.engine == "vllm" or bool(rollout.replay)),
         "rollout.router_replay needs the experts that the local engine records while it samples: leave it out with "
@@ -609,20 +662,19 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         f"cluster.rollout_tensor_parallel_size is {cluster.rollout_tensor_parallel_size}, but the local engine keeps a "
         "whole model on each device. Leave it out, or set --rollout.engine vllm.",
     )
-    for name in (
-        "devices",
-        "colocate_with",
-        *(f"{kind}_parallel_size" for kind in ("tensor", "context", "pipeline", "expert")),
-    ):
+
+
+def check_reward_devices(config: OnlineConfig, refuse: Refuse) -> None:
+    """Refuse more devices or parallel sizes of reward models than there are rewards."""
+    cluster, reward = config.cluster, config.reward
+    sizes = [f"{kind}_parallel_size" for kind in ("tensor", "context", "pipeline", "expert")]
+    for name in ("devices", "colocate_with", *sizes):
         values = getattr(cluster, f"reward_{name}")
         refuse(
             len(values) > max(1, len(reward.functions)),
             f"cluster.reward_{name} has {len(values)} values for {len(reward.functions)} rewards. Give one for all, or "
             "one each.",
         )
-    for key, low, high in ONLINE_BOUNDS:
-        refuse(*outside(config, key, low, high))
-    refuse(*outside(config, "reward.overlong_tokens", 0, rollout.max_tokens))
 
 
 def check_partial(config: OnlineConfig, refuse: Refuse) -> None:

@@ -611,6 +611,19 @@ def test_the_local_engine_is_not_divided():
     made("ppo", ONLINE | {"cluster": cluster, "rollout": {"engine": "vllm"}})
 
 
+@pytest.mark.parametrize("names", [("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")])
+def test_all_checks_read_the_number_of_launched_processes(names, monkeypatch):
+    """torchrun and srun set cluster.devices, and no check may see the default instead."""
+    for name, value in zip(names, ("2", "0"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"^train.fp8 is for one device, but cluster.devices is 2"):
+        made("sft", LEAST | {"train": {"fp8": True}})
+    profile = {"profile_steps": 1, "profile_ranks": [0, 1]}
+    assert made("sft", LEAST | {"train": profile}).cluster.devices == 2
+    with pytest.raises(UsageError, match=r"^train.profile_ranks is \(2,\); ranks count from 0"):
+        made("sft", LEAST | {"train": profile | {"profile_ranks": [2]}})
+
+
 def test_weights_in_flight_need_workers_that_generate_ahead():
     apart = {"devices": 4, "rollout_devices": 2}
     for engine in ("local", "vllm"):
