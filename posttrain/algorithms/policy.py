@@ -128,6 +128,22 @@ class PolicyGradient(OnlineAlgorithm):
         check_bounds(0, entropy_target=config.entropy_target, entropy_coef_max=config.entropy_coef_max)
         check_bounds(0, entropy_coef_delta=config.entropy_coef_delta)
         check_bounds(0, off_policy_mask_threshold=config.off_policy_mask_threshold)
+        self.check_choice_of_tokens()
+        check_bounds(0, kl_coef=config.kl_coef, kl_target=config.kl_target)
+        check_reference_sync(config.reference_sync_steps, config.reference_mixup_alpha)
+        check_bounds(1, epochs_per_batch=config.epochs_per_batch, kl_horizon=config.kl_horizon)
+        self.check_turns()
+        if config.dual_clip and not 1 + config.clip_high < config.dual_clip < math.inf:
+            raise UsageError(
+                f"algo.dual_clip is {config.dual_clip}: it must be above 1 + algo.clip_high, {1 + config.clip_high:g}, "
+                "or 0 for no bound"
+            )
+        self.check_importance()
+        self.check_kl()
+
+    def check_choice_of_tokens(self) -> None:
+        """Raise UsageError if the options that choose tokens by entropy or covariance cannot work."""
+        config = self.config
         check_bounds(0, 1, clip_cov_fraction=config.clip_cov_fraction, top_entropy_fraction=config.top_entropy_fraction)
         if not config.top_entropy_fraction:
             raise UsageError("algo.top_entropy_fraction is 0: no token would be left; it must be above 0")
@@ -142,9 +158,10 @@ class PolicyGradient(OnlineAlgorithm):
             raise UsageError(
                 f"algo.clip_cov_low is {config.clip_cov_low}, not below algo.clip_cov_high, {config.clip_cov_high}"
             )
-        check_bounds(0, kl_coef=config.kl_coef, kl_target=config.kl_target)
-        check_reference_sync(config.reference_sync_steps, config.reference_mixup_alpha)
-        check_bounds(1, epochs_per_batch=config.epochs_per_batch, kl_horizon=config.kl_horizon)
+
+    def check_turns(self) -> None:
+        """Raise UsageError if credit over turns cannot work with this algorithm."""
+        config = self.config
         check_bounds(0, 1, turn_discount=config.turn_discount)
         check_bounds(0, step_group_weight=config.step_group_weight)
         if not self.compares_turns and (config.credit == "step_group" or config.turn_discount != 1):
@@ -153,11 +170,10 @@ class PolicyGradient(OnlineAlgorithm):
                 f"algo.{given}, but {self.name} does not compare the turns of a prompt's conversations: leave it out, "
                 "or choose grpo, gspo, gmpo, cispo, sapo or rloo"
             )
-        if config.dual_clip and not 1 + config.clip_high < config.dual_clip < math.inf:
-            raise UsageError(
-                f"algo.dual_clip is {config.dual_clip}: it must be above 1 + algo.clip_high, {1 + config.clip_high:g}, "
-                "or 0 for no bound"
-            )
+
+    def check_importance(self) -> None:
+        """Raise UsageError if bounds of importance weights contradict each other or have no effect."""
+        config = self.config
         if config.importance_cap and config.importance_floor > config.importance_cap:
             raise UsageError(
                 f"algo.importance_floor is {config.importance_floor}, above algo.importance_cap, "
@@ -169,6 +185,10 @@ class PolicyGradient(OnlineAlgorithm):
                     f"algo.{name} is {value}, but algo.importance_cap is 0, which turns the correction off: set "
                     "algo.importance_cap, or leave it out"
                 )
+
+    def check_kl(self) -> None:
+        """Raise UsageError if options of the KL to the reference have no effect or no gradient."""
+        config = self.config
         for name in ("reference", "reference_sync_steps", "kl_target", "kl_bias_correction", "kl_clip"):
             if (value := getattr(config, name)) and not config.kl_coef:
                 raise UsageError(f"algo.{name} is {value}, but algo.kl_coef is 0: set algo.kl_coef, or leave it out")

@@ -84,6 +84,7 @@ def run(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print("usage: posttrain rewards COMMAND ...\n")
         print("\n".join(f"  {name:<6} {text}" for name, text in COMMANDS.items()))
+        print("\nposttrain rewards COMMAND --help lists the options of a command.")
         return 0
     if args[0] == "check":
         return check_completions(args[1:])

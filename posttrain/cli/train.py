@@ -41,7 +41,7 @@ def start_workers_importing(config: Config) -> None:
 def read(verb: str, args: list[str], *, data: bool = True) -> Config:
     """Read the options; --resume without a file reads the run's config.yaml. `data`: whether data is required."""
     algorithm = ALGORITHMS[verb]
-    if "--resume" in args and (not args or args[0].startswith("-")):
+    if "--resume" in args and args[0].startswith("-"):
         from posttrain.train.run_directory import find_run
 
         file = find_run(option(args, *OUTPUT_DIR), verb) / "config.yaml"

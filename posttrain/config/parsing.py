@@ -161,6 +161,7 @@ def holds_nan(value: Any) -> bool:
 
 
 def run_parser(verb: str, about: str, defaults: T, options: list[str]) -> T:
+    """Convert and check the options by tyro; it prints its own message and raises SystemExit where one is wrong."""
     import tyro  # here, so that `posttrain --help` stays quick
 
     registry = tyro.constructors.ConstructorRegistry()

@@ -23,7 +23,7 @@ TOOLS = {
     "plot": "draw curves of one or several runs: in the terminal, as SVG or PNG, or as one HTML page",
     "plan": "print batches, steps and memory of a configuration, without loading the model",
     "slurm": "print a script that trains a configuration on several machines of a Slurm cluster",
-    "export": "write a run's model as a Hugging Face directory, GGUF or FP8, and verify it",
+    "export": "write a run's model as a Hugging Face directory, GGUF, FP8, AWQ or GPTQ, and verify it",
     "merge": "merge several models or adapters into one: linear, SLERP, TIES, DARE",
     "convert": "convert weights between Hugging Face, Megatron core, Megatron legacy and checkpoints of posttrain",
     "inspect": "describe a directory of weights: format, model family, layout, parameters, types, tokenizer",

@@ -86,31 +86,21 @@ def load_dataset(
         raise UsageError("no data files are given: set data.train")
     names = list(files)
     if len(names) == 1 and is_indexed(names[0]):
-        return _indexed(names[0], encoder, max_examples)
+        return load_tokenized(names[0], encoder, max_examples)
     if indexed := [name for name in names if is_indexed(name)]:
         raise UsageError(f"{indexed[0]}: tokenized files cannot be combined with other files; use them alone")
     sources = [source_parts(name) for name in names]  # a wrong name is reported before any file is read
     builder = PromptStoreBuilder() if encoder.kind == "prompt" else ExampleStoreBuilder(cache)
-    sizes: list[int] = []
+    sizes: list[int] = []  # examples of each source
     descriptions: list[str] = []
     counts = dict.fromkeys(("read", "kept", "truncated", "dropped", "quoted", "quarantined"), 0)
     with Quarantine(quarantine, encoder.config.on_bad_example == "stop") as bad_records:
         for name, parts in zip(names, sources, strict=True):
+            before = builder.count
+            limit = max_examples if weights or max_examples is None else max_examples - counts["read"]
             source = source_format(encoder)
-            sizes.append(-builder.count)
-            read_before = counts["read"] if weights else 0
-            for part in parts:
-                left = None if max_examples is None else max_examples - counts["read"] + read_before
-                for chunk in chunks(islice(part.scan(None), left)):
-                    parsed = parse_records(chunk, source, bad_records.add)
-                    for _, encoded_examples in encode(parsed, encoder, bad_records.add):
-                        for encoded in encoded_examples:
-                            _keep(encoded, encoder, builder, counts)
-                    counts["read"] += len(chunk)
-                    if progress is not None:
-                        progress(counts["read"])
-                bad_records.check(part, counts)
-            sizes[-1] += builder.count
+            read_source(parts, source, encoder, builder, counts, bad_records, limit, progress)
+            sizes.append(builder.count - before)
             if source.description:
                 descriptions.append(f"{name}: {source.description}")
             if weights and not sizes[-1]:
@@ -122,14 +112,38 @@ def load_dataset(
         )
     how = encoder.config.repeat, encoder.config.max_mixture_examples
     mixture = Mixture(tuple(sizes), tuple(weights), *how) if weights else None
-    return _dataset(builder.finish(), descriptions, counts, mixture)
+    return make_dataset(builder.finish(), descriptions, counts, mixture)
 
 
-def _indexed(name: str, encoder: Encoder, max_examples: int | None) -> Dataset:
+def read_source(
+    parts: Sequence[SourcePart],
+    source: SourceFormat,
+    encoder: Encoder,
+    builder: ExampleStoreBuilder | PromptStoreBuilder,
+    counts: dict[str, int],
+    bad_records: Quarantine,
+    limit: int | None,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Read the files of one source, at most `limit` records, and store its encoded examples."""
+    before = counts["read"]
+    for part in parts:
+        left = None if limit is None else limit - (counts["read"] - before)
+        for chunk in chunks(islice(part.scan(None), left)):
+            for _, encoded_examples in encode(parse_records(chunk, source, bad_records.add), encoder, bad_records.add):
+                for encoded in encoded_examples:
+                    store(encoded, encoder, builder, counts)
+            counts["read"] += len(chunk)
+            if progress is not None:
+                progress(counts["read"])
+        bad_records.check(part, counts)
+
+
+def load_tokenized(name: str, encoder: Encoder, max_examples: int | None) -> Dataset:
     """Load examples that `posttrain data preprocess` has tokenized."""
     if encoder.kind == "prompt":
         prompts, counts, description = load_indexed_prompts(name, encoder, max_examples)
-        return _dataset(prompts, [description], {**counts, "quarantined": 0}, None)
+        return make_dataset(prompts, [description], {**counts, "quarantined": 0}, None)
     if encoder.needs_margin:
         raise UsageError(f"{name}: tokenized files have no margins; train on the files that they were made from")
     examples = load_indexed(
@@ -141,7 +155,7 @@ def _indexed(name: str, encoder: Encoder, max_examples: int | None) -> Dataset:
         max_examples=max_examples,
         bos_id=encoder.bos_id,
     )
-    return _dataset(examples, [examples.description], {**examples.counts, "quarantined": 0}, None)
+    return make_dataset(examples, [examples.description], {**examples.counts, "quarantined": 0}, None)
 
 
 def source_format(encoder: Encoder) -> SourceFormat:
@@ -183,7 +197,7 @@ def parse_records(
         try:
             parsed.append((record, source.examples(record)))
         except DataError as error:
-            on_bad(_bad(record, error))
+            on_bad(bad_record(record, error))
     return parsed
 
 
@@ -198,7 +212,7 @@ def encode(
             try:
                 alone = encoder.encode_all(examples)
             except DataError as error:
-                on_bad(_bad(record, error))
+                on_bad(bad_record(record, error))
             else:
                 yield record, alone
     else:
@@ -206,13 +220,15 @@ def encode(
             yield record, [next(encoded) for _ in examples]
 
 
-def _bad(record: Record, error: DataError) -> BadRecord:
+def bad_record(record: Record, error: DataError) -> BadRecord:
+    """Return a record that cannot be used, with the reason."""
     return BadRecord(record.origin, str(error).removeprefix(f"{record.origin}: "), record.values)
 
 
-def _keep(
+def store(
     encoded: Encoded, encoder: Encoder, builder: ExampleStoreBuilder | PromptStoreBuilder, counts: dict[str, int]
 ) -> None:
+    """Store an encoded example, and count how it was changed; parts of a long text are examples of their own."""
     if encoder.kind == "text":
         for sample in encoded.samples:
             builder.add([sample])
@@ -240,6 +256,7 @@ class Quarantine:
             self.file.close()
 
     def add(self, bad: BadRecord) -> None:
+        """Raise the error of a record that cannot be used, or count the record and write it to the file."""
         if self.stop:
             raise bad.error
         self.first = self.first or bad
@@ -260,9 +277,10 @@ class Quarantine:
         self.of_part, self.read_before, self.first = 0, counts["read"], None
 
 
-def _dataset(
+def make_dataset(
     examples: ExampleStore | PromptStore, descriptions: list[str], counts: dict[str, int], mixture: Mixture | None
 ) -> Dataset:
+    """Return stored examples as a data set, with a fingerprint of the examples and of how sources are mixed."""
     fingerprint = examples.fingerprint()
     if mixture is not None:
         limit = f" {mixture.limit}" if mixture.limit else ""
@@ -296,8 +314,8 @@ def split_examples(dataset: Dataset, fraction: float, seed: int) -> tuple[Datase
             )
         mixture = replace(mixture, sizes=left)
     return (
-        _dataset(examples.subset(np.flatnonzero(~is_held_out)), dataset.descriptions, dataset.counts, mixture),
-        _dataset(examples.subset(np.flatnonzero(is_held_out)), dataset.descriptions, dataset.counts, None),
+        make_dataset(examples.subset(np.flatnonzero(~is_held_out)), dataset.descriptions, dataset.counts, mixture),
+        make_dataset(examples.subset(np.flatnonzero(is_held_out)), dataset.descriptions, dataset.counts, None),
     )
 
 

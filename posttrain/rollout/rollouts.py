@@ -313,6 +313,7 @@ class Rollouts:
         greedy: bool = False,
         on_rollout: Callable[[Rollout], None] | None = None,
     ) -> list[Rollout]:
+        """Generate one completion per prompt, or play one episode with an environment, tools or an agent."""
         if self.episodes is not None:
             return self.episodes.play(prompts, seeds, greedy=greedy)
         sampling = replace(self.sampling, temperature=0.0) if greedy else self.sampling
@@ -343,9 +344,11 @@ class Rollouts:
         return rows_of(self.in_progress)
 
     def load_in_progress(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Restore what `state_in_progress` returned."""
         self.in_progress = from_rows(rows)
 
     def load_state(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Restore the batches that `state` returned; those that are not scored yet are scored now."""
         self.batches.clear()
         for _, members in groupby(rows, key=lambda row: row["step"]):
             batch = list(members)

@@ -160,26 +160,9 @@ class Learner:
         offload = layout.offload if layout else frozenset()
         self.hashing: FileHashing | None = None  # of the checkpoint that was saved last
         self.generator = self.make_generator(engine, meta_model, sampler_copy, frees_copy="engine" in offload)
-        self.optimizer = None
+        self.optimizer: Optimizer | None = None
         if trainable:
-            host_moments = "moments" in offload
-            self.optimizer = Optimizer(
-                self.parameters(),
-                train_config,
-                self.shards,
-                host_moments=host_moments,
-                embeddings=embedding_names(self.model),
-            )
-        if trainable and train_config.neftune_noise_alpha:
-            embedding = self.model.get_input_embeddings()
-            self.runner.noise = EmbeddingNoise(embedding, train_config.neftune_noise_alpha, seed)
-        if trainable and "activations" in offload and self.device.type != "cpu":
-            ActivationOffload(self.device).install(self.model)
-        shares_memory = engine.name == "vllm" or bool(
-            offload - {"moments", "activations"}
-        )  # CUDA graphs would keep theirs
-        if trainable and self.shards is None and not shares_memory and self.runner.noise is None:
-            self.runner.graphs = training_graphs.TrainingGraphs.from_model(self.model, train_config.micro_batch_tokens)
+            self.prepare_training(engine, offload, seed)
         LEARNERS.add(self)
         self.meter = CommunicationMeter(self.device)
         self.seconds = self.flops = 0.0  # of training since the last report
@@ -188,6 +171,26 @@ class Learner:
         self.passes = 0  # calls of forward_backward since the last step
         if sampler_copy and self.shards is not None and engine.name == "local":
             self.generator.update(0)
+
+    def prepare_training(self, engine: EngineSpec, offload: frozenset[str], seed: int) -> None:
+        """Make the optimizer, and what a forward pass of training needs besides the model."""
+        config = self.train_config
+        self.optimizer = Optimizer(
+            self.parameters(),
+            config,
+            self.shards,
+            host_moments="moments" in offload,
+            embeddings=embedding_names(self.model),
+        )
+        if config.neftune_noise_alpha:
+            embedding = self.model.get_input_embeddings()
+            self.runner.noise = EmbeddingNoise(embedding, config.neftune_noise_alpha, seed)
+        if "activations" in offload and self.device.type != "cpu":
+            ActivationOffload(self.device).install(self.model)
+        # CUDA graphs would keep memory that an engine or an offloaded part needs.
+        shares_memory = engine.name == "vllm" or bool(offload - {"moments", "activations"})
+        if self.shards is None and not shares_memory and self.runner.noise is None:
+            self.runner.graphs = training_graphs.TrainingGraphs.from_model(self.model, config.micro_batch_tokens)
 
     def make_runner(self, model: Any) -> ModelRunner:
         """Return what runs forward passes of the model, after comparing it with the model's own code."""
@@ -204,6 +207,7 @@ class Learner:
     def make_generator(
         self, engine: EngineSpec, meta_model: Any, sampler_copy: bool, *, frees_copy: bool
     ) -> LocalGenerator:
+        """Return what generates: the local engine on these weights or a copy of them, or vLLM."""
         replica = None
         if engine.name == "vllm":
             trainer = self.weights, self.logprobs
@@ -672,7 +676,7 @@ class Learner:
         )
 
     def local_engine(self, current: bool) -> LocalEngine | None:
-        """Returns the engine that generates in this process; None if vLLM does."""
+        """Return the engine that generates in this process; None if vLLM does."""
         return None if self.generator.replica is not None else self.generator.local_engine(current)
 
     def evaluate_tasks(self, first: bool, settings: HarnessTasks) -> HarnessScores | None:
@@ -794,6 +798,7 @@ class Learner:
         self.move(part, self.device)
 
     def move(self, part: Part, device: torch.device) -> None:
+        """Move a part to a device, where moving is possible."""
         in_host_memory = self.shards is not None and "parameters" in self.shards.layout.offload
         if self.device.type == "cpu" or in_host_memory:
             return

@@ -54,8 +54,8 @@ class OfflineLoop:
                 with run.log.phase("eval"), self.policy.saved_weights():
                     metrics |= self.evaluate()
             if self.step == steps and self.algorithm.head == "score":
-                with run.log.phase("eval"), self.policy.saved_weights():
-                    self.policy.annotate(self.score_statistics())
+                with run.log.phase("eval"):
+                    self.annotate_scores()
             run.callbacks.call("on_step", self.step, metrics=run.log.step(self.step, metrics))
             stop_if_diverged(run, self.policy, self.step)
             run.finish_save(wait=False)
@@ -66,8 +66,7 @@ class OfflineLoop:
         run.finish_save()
         if run.callbacks.stop_reason and self.step < steps:
             if self.algorithm.head == "score":  # the checkpoint of this step has no statistics yet
-                with self.policy.saved_weights():
-                    self.policy.annotate(self.score_statistics())
+                self.annotate_scores()
                 run.saved_step = 0
             if run.saved_step != self.step:
                 run.save(self.step, self.policy)
@@ -140,8 +139,13 @@ class OfflineLoop:
         streams = self.policy.logprobs(samples)
         return [Prediction(sample, logprobs=stream) for sample, stream in zip(samples, streams, strict=True)]
 
+    def annotate_scores(self) -> None:
+        """Write mean and standard deviation of a reward model's scores into the config that is saved with it."""
+        with self.policy.saved_weights():
+            self.policy.annotate(self.score_statistics())
+
     def score_statistics(self, max_examples: int = 1000) -> dict[str, float]:
-        """Return mean and standard deviation of a reward model's scores; saved with it for later normalisation."""
+        """Return mean and standard deviation of the scores of the first examples, for later normalisation."""
         data = self.run.data
         examples = (data.eval or data.train).sample_groups[:max_examples]
         scores = self.policy.scores([sample for example in examples for sample in example])

@@ -23,7 +23,7 @@ from posttrain.cluster.placement import Placement
 from posttrain.config import sections as configs
 from posttrain.config.compare import changed_options, flat
 from posttrain.config.renames import renamed_settings
-from posttrain.config.sections import Config, ModelConfig, OnlineConfig
+from posttrain.config.sections import Config, LogConfig, ModelConfig, OnlineConfig
 from posttrain.core import accelerators
 from posttrain.core import logging as logs
 from posttrain.core.errors import CheckpointError, PosttrainError, Stopped, UsageError, WorkerError
@@ -172,15 +172,7 @@ class Run:
     @contextmanager
     def open(cls, verb: str, config: Config, algorithm: Algorithm, inputs: RunInputs = NO_INPUTS) -> Iterator[Run]:
         """Open the run directory, read and encode all data, and make every check that needs no weights."""
-        trackers = Trackers(
-            names=config.log.report_to,
-            project=config.log.project,
-            run_name=config.log.run_name,
-            group=config.log.group,
-            directory=config.log.tracker_dir,
-            tensorboard_dir=config.log.tensorboard_dir,
-            prometheus_file=config.log.prometheus_file,
-        )
+        trackers = make_trackers(config.log)
         trackers.check()
         logs.quiet_libraries()
         with ExitStack() as stack:
@@ -195,10 +187,7 @@ class Run:
             vocabulary = min(vocabulary_size(ModelConfig(path=path)) for path in with_own_tokens(models, algorithm))
             data = load_data(config, algorithm, tokenizer, vocabulary, folder.path)
             too_long = check_lengths(models["model"], data, config)
-            fingerprints = {"verb": verb, "data": data.train.fingerprint}
-            fingerprints |= {name: model_fingerprint(path) for name, path in models.items()}
-            if data.eval is not None:
-                fingerprints["evaluation data"] = data.eval.fingerprint
+            fingerprints = fingerprints_of(verb, data, models)
             placement = Placement(config.cluster, folder.logs, WORKER_MODULES)
             workers = stack.enter_context(ExitStack())
             workers.callback(placement.close)
@@ -366,27 +355,8 @@ class Run:
         ends that; until then the checkpoint before it is the newest one.
         """
 
-        def write(folder: Path) -> None:
-            for name, part in self.parts.items():  # first: saving one may wait for a batch, which advances the position
-                (folder / name).mkdir()
-                part.save(folder / name)
-            policy.save(folder)
-            write_json(
-                folder / "state.json",
-                {
-                    "step": step,
-                    "verb": self.verb,
-                    "position": self.data.stream.position,
-                    "progress": {name: getattr(self.progress, name) for name in Progress.__slots__},
-                    "fingerprints": self.fingerprints,
-                    "rng": random_state.rng_state(),
-                    "config": configs.as_mapping(replace(self.config, allow_changed_data=False)),
-                    **({"data_changes": self.data_changes} if self.data_changes else {}),
-                },
-            )
-
         def write_and_hash(folder: Path) -> None:
-            write(folder)
+            self.write_checkpoint(folder, step, policy)
             groups = {folder: policy} | {
                 folder / name: part for name, part in self.parts.items() if isinstance(part, LearnerGroup)
             }
@@ -411,6 +381,23 @@ class Run:
         self.saving = SaveInProgress(step, complete)
         self.finish_save(wait=wait or self.callbacks.expects_saves)
         return checkpoint.checkpoint_path(self.directory.checkpoints, step)
+
+    def write_checkpoint(self, folder: Path, step: int, policy: LearnerGroup) -> None:
+        """Write the files of a checkpoint: the policy, the other parts and the state of the run."""
+        for name, part in self.parts.items():  # first: saving one may wait for a batch, which advances the position
+            (folder / name).mkdir()
+            part.save(folder / name)
+        policy.save(folder)
+        state = {
+            "step": step,
+            "verb": self.verb,
+            "position": self.data.stream.position,
+            "progress": {name: getattr(self.progress, name) for name in Progress.__slots__},
+            "fingerprints": self.fingerprints,
+            "rng": random_state.rng_state(),
+            "config": configs.as_mapping(replace(self.config, allow_changed_data=False)),
+        }
+        write_json(folder / "state.json", state | ({"data_changes": self.data_changes} if self.data_changes else {}))
 
     def finish_save(self, *, wait: bool = True) -> None:
         """Wait for the save in progress, if there is one; without `wait` only if its thread has ended."""
@@ -482,6 +469,28 @@ class Run:
             return f"is lost: {error}"
 
 
+def make_trackers(log: LogConfig) -> Trackers:
+    """Return where the run reports to."""
+    return Trackers(
+        names=log.report_to,
+        project=log.project,
+        run_name=log.run_name,
+        group=log.group,
+        directory=log.tracker_dir,
+        tensorboard_dir=log.tensorboard_dir,
+        prometheus_file=log.prometheus_file,
+    )
+
+
+def fingerprints_of(verb: str, data: RunData, models: dict[str, str]) -> dict[str, str]:
+    """Return what identifies data and models; a resumed run must have the same ones."""
+    found = {"verb": verb, "data": data.train.fingerprint}
+    found |= {name: model_fingerprint(path) for name, path in models.items()}
+    if data.eval is not None:
+        found["evaluation data"] = data.eval.fingerprint
+    return found
+
+
 def helper_model_paths(algorithm: Algorithm) -> dict[str, str]:
     """Return where the reference and the teacher are, if the algorithm has them at a path of their own."""
     found: dict[str, str] = {}
@@ -510,5 +519,5 @@ def with_own_tokens(models: dict[str, str], algorithm: Algorithm) -> list[str]:
 
 
 def due(step: int, every: int, last: int) -> bool:
-    """Whether something that happens `every` N steps (0: never), and after the last step, happens after this one."""
+    """Whether what happens every `every` steps (0: never), and after step `last`, happens after this step."""
     return step == last or bool(every and step % every == 0)

@@ -6,7 +6,7 @@ Online    prompts -> rollouts (generator, environment, rewards) -> log-probabili
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -103,9 +103,7 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
         for child_processes in (rewards, programs):
             if child_processes is not None:
                 child_processes.stop_when(lambda: run.signals.received is not None)
-        rewards.check(sorted(run.data.train.prompts[0][0].columns))  # the data's columns are known now
-        for data in (run.data.train, run.data.eval):
-            rewards.check_examples((row[0].columns, row[0].origin) for row in (data.prompts if data else ()))
+        check_rewards_with_data(rewards, run)
         objective = make_objective(run, algorithm)
 
         models = ModelLoader(run, algorithm)
@@ -142,11 +140,7 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
             update_weights=rollout_workers.update if rollout_workers else policy.update_generator,
             data_completions=make_data_completions(run, config, algorithm),
         )
-        held_out = None
-        if run.data.eval is not None:
-            prompts = [prompt for (prompt,) in run.data.eval.prompts]
-            held_out = HeldOutEval(prompts, config, sampling, scorer, run.tokenizer, episodes, run.metric_functions)
-
+        held_out = make_held_out_eval(run, config, sampling, scorer, episodes)
         loop = OnlineLoop(
             run=run,
             config=config,
@@ -172,8 +166,29 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
         loop.writer.flush()
 
 
+def check_rewards_with_data(rewards: Rewards, run: Run) -> None:
+    """Raise UsageError if a reward needs a column or a ground truth that the data does not have."""
+    rewards.check(sorted(run.data.train.prompts[0][0].columns))
+    for data in (run.data.train, run.data.eval):
+        rewards.check_examples((row[0].columns, row[0].origin) for row in (data.prompts if data else ()))
+
+
+def make_held_out_eval(
+    run: Run,
+    config: OnlineConfig,
+    sampling: Sampling,
+    scorer: RolloutScorer,
+    episodes: Callable[[Generator, Sampling], EpisodePlayer | None],
+) -> HeldOutEval | None:
+    """Return what evaluates on the evaluation prompts; None without any."""
+    if run.data.eval is None:
+        return None
+    prompts = [prompt for (prompt,) in run.data.eval.prompts]
+    return HeldOutEval(prompts, config, sampling, scorer, run.tokenizer, episodes, run.metric_functions)
+
+
 def fit_step_to_memory(run: Run, algorithm: Algorithm) -> None:
-    """Make the run's micro-batches smaller, or recomputes activations, if a step would not fit into device memory."""
+    """Make the run's micro-batches smaller, or recompute activations, if a step would not fit into device memory."""
     device = default_device()
     if device.type == "cpu" and "activations" in run.config.cluster.offload:
         run.log.message("cluster.offload activations: the device is the CPU, so nothing is moved")
@@ -284,7 +299,7 @@ def engine_has_copy(config: OnlineConfig) -> bool:
 
 
 def overlapping_stages(config: OnlineConfig, scorer: RolloutScorer, streams: StreamFiller) -> OverlappingStages:
-    """Returns what follows generation, by the devices that compute it; those of one place do so one after the other."""
+    """Return what follows generation, by the place that computes it; stages of one place run one after the other."""
     stages: dict[str, list[PartStage]] = {}
 
     def add(role: str, stage: PartStage) -> None:
@@ -301,6 +316,7 @@ def overlapping_stages(config: OnlineConfig, scorer: RolloutScorer, streams: Str
 
 
 def samples_of(part: list[Rollout]) -> list[Sample]:
+    """Return the samples of the rollouts that were generated; a failed one is not trained on."""
     return [rollout.sample for rollout in part if not rollout.failure]
 
 
@@ -330,7 +346,7 @@ def make_rewards(config: OnlineConfig) -> Rewards:
 
 
 def make_programs(config: OnlineConfig) -> Environments | Agents | None:
-    """Returns the processes of the environment, the tools or the agent; None if completions have one turn."""
+    """Return the processes of the environment, the tools or the agent; None if completions have one turn."""
     reward, rollout = config.reward, config.rollout
     common: dict[str, Any] = {
         "memory_gib": reward.memory_gib,
