@@ -42,7 +42,11 @@ def score_choice(completion: Completion) -> tuple[float, str]:
 
 
 def chosen_letter(text: str) -> str:
-    r"""Find the letter in the last \boxed{}, after "the answer is", or at the start of a line; "" if there is none."""
+    r"""Find the letter in the last \boxed{}, after "the answer is", or at the start of a line; "" if there is none.
+
+    Reasoning before </think> does not count.
+    """
+    text = text.rpartition("</think>")[2]
     if len(boxes := last_boxes(text)) > 1:  # several, joined by "or"
         return ""
     inside = re.sub(r"\\(?:text|mathrm|mathbf)\w{0,2}\{", "{", boxes[0] if boxes else "")

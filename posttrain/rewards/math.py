@@ -21,7 +21,9 @@ from posttrain.rewards.verifier import verifier
 STOP_WORDS = ("</s>", "<|im_end|>", "<|endoftext|>")
 ASSISTANT = "<|im_start|>assistant"
 # A minus directly after a digit, a letter or a bracket is subtraction.
-NUMBER = re.compile(r"(?<![\w.])(?:(?<![\w)\]}])[-+−])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+")
+NUMBER = re.compile(
+    r"(?<![a-zA-Z0-9_.])(?:(?<![a-zA-Z0-9_)\]}])[-+−])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![a-zA-Z0-9_.])\.\d+"
+)
 A12_NUMBER = re.compile(r"[-+]?\d+\.?\d*")
 A12_BOXED = re.compile(r"boxed\{([-+]?\d*\.?\d+)\}")
 DIGIT_GROUP = re.compile(r"(\d),(?=\d)")
@@ -38,24 +40,52 @@ SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
 GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 # Words between answers of which only one may be meant; they must not be taken for a unit.
 HEDGES = re.compile(r"\b(?:not|any|either|maybe)\b|\\neq?\b|≠")
+GAVE_UP = re.compile(
+    r"(?i)\b(?:can(?:'t|not)|could(?:n't| not)|unable to) (?:answer|decide|determine|find|solve|tell)\b|"
+    r"\bI (?:do not|don't) know\b|\bI(?: am|'m) not sure\b"
+)
 ALTERNATIVES = re.compile(r"\b(?:or|and)\b|;")
 # What separates the parts of a list, beside a comma.
 SEPARATORS = re.compile(
     r"\\(?:text|textrm|mathrm|mbox)\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|;"
 )
-SPACING = re.compile(r"\\(?:q?quad|[,;:! ])")
+SPACING = re.compile(r"\\(?:q?quad|[,;:! ])|~")
 # What is a formula as a whole, or several joined by words: `$1$ and $2$`.
 FORMULA = re.compile(r"\$+[^$]*\$+|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
 DELIMITERS = re.compile(r"\$+|\\[()\[\]]")
 STATED = re.compile(r"(?i)\banswer is:?\s*(.+?)(?:\.\s|\.?$)")
+# What a completion without a box says is its answer, to the end of the line or the sentence.
+SAID = re.compile(
+    r"(?i:\banswers?\s*(?:is|are|:|=)+|答案(?:是|为|：|:))[:\s*]*([^\n]+?)\**\s*(?:[.!](?=\s|$)|。|$)", re.MULTILINE
+)
+QUESTION = re.compile(r"[^.!?\n]*\?")
 BETWEEN_FORMULAS = re.compile(r"(?:[\s,;.]|\b(?:and|or)\b)*")
 THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3}(?!\d))")
 TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox|textbf|mathbf)\{([^{}]*)\}")
+EXPONENT = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,2})")
+REPEATING = re.compile(r"([-+]?\d+\.)(\d*)\\(?:overline|bar)\{?(\d+)\}?")
+BASE = re.compile(r"[0-9A-Za-z]+_\{?(\d+)\}?")
+SIZES = re.compile(r"\\(?:left|right)\s*(?=[\[\]()|]|\\[{}|])")  # of brackets
+SPACED_NUMBER = re.compile(r"(?<![\d.])\d{1,3}(?: \d{3})+(?![\d ])")  # 1 234 567
+FREE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")  # one between digits divides two numbers
+EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
+MONOMIAL = re.compile(r"\s*(?:[A-Za-z]\s*\^\s*(?:\d|\{[^{}]*\})|\d+\s*[A-Za-z])\s*")
+ARITHMETIC = re.compile(r"\\(?:[dt]?frac|sqrt|cdot|times|div|pi|pm|text|quad)(?![A-Za-z])")
+DENIED_BOX = re.compile(r"(?i)\bnot\s+\$*\\boxed")
+# Numbers that no computer writes out, and powers of sums with too many terms: comparing them would never end.
+ENDLESS = re.compile(
+    r"""\d{4,}\s*\)?\s*!|!\s*\)?\s*!|\d{4,}\s*\)?\s*\}?\^[\s{]*\d{6,}
+    |\^\s*\{\s*\d+\s*\^[\s{]*(?:\d{2,}|\d+\s*\^)|\^\s*\{?\s*\d{7,}
+    |\d\s*\^[\s{]*\d+\s*\}?\s*\)\s*!|\\[dt]?binom\{?\s*\d+(?:\d{4,}|\s*\^)
+    |\([^()\\]*[A-Za-z][^()\\]*\)\s*\^[\s{]*\d{3,}""",
+    re.VERBOSE,
+)
+PERCENT = re.compile(r"([-+]?\d*\.?\d+)\s*(?:\\?%|\\,\\%)")
 DENIED = re.compile(r"(?i)\b(?:is|was|are)(?:n't|\s+not)\s+\S+")
 UNITS = re.compile(
     r"(?i)\s+(?:square |cubic )?(?:dollars?|cents?|euros?|pounds?|yuan|rupees?|mm|cm|m|km|inch(?:es)?|in|f(?:oo|ee)t|"
-    r"ft|yards?|miles?|met(?:er|re)s?|mg|g|kg|grams?|kilograms?|ounces?|lit(?:er|re)s?|gallons?|hours?|minutes?|seconds?|"
-    r"days?|weeks?|months?|years?|degrees?|percent|units?|people|students|ways)(?:\s*\^\s*\{?[23]\}?)?\.?$"
+    r"ft|yards?|miles?|(?:centi|milli|kilo)?met(?:er|re)s?|mg|g|kg|grams?|kilograms?|ounces?|lit(?:er|re)s?|gallons?|hours?|minutes?|seconds?|"
+    r"days?|weeks?|months?|years?|degrees?|percent|units?|people|students|ways|usd|eur|mph|km/h|m/s)(?:\s*\^\s*\{?[23]\}?)?\.?$"
 )
 NUMBER_LIMIT = 100  # characters; anything longer is not taken for a number
 LATEX_MARKS = ("$", "boxed", r"\(", r"\[")  # a ground truth with one of these marks its own formula
@@ -77,15 +107,12 @@ def score_gsm8k(completion: Completion) -> tuple[float, str]:
 @verifier("math", needs="math_verify", extra="math", columns=TRUTH_SOURCES)
 def score_math(completion: Completion) -> tuple[float, str]:
     """1 if math-verify finds an answer equal to the ground truth, else 0."""
-    text, label = completion.text.replace(r"\fbox", r"\boxed"), _label(completion)
+    text, label = DENIED_BOX.sub("not ", completion.text.replace(r"\fbox", r"\boxed")), _label(completion)
     found = last_boxes(text)
     if not found and "####" in text:
         found = [after_hashes(text).strip()]
     if not found:
-        parsed = _parse(DENIED.sub(" ", text[-FORMULA_LIMIT:]))
-        if not parsed:
-            return 0.0, "no answer"
-        return float(_verify(_gold(label), parsed)), f"{_shown(parsed)}, expected {label}"
+        return _score_unmarked(text, label)
     together = ", ".join(found)
     equal = all(math_equal(one, label) for one in found) or (len(found) > 1 and math_equal(together, label))
     return float(equal), f"{together}, expected {label}"
@@ -151,7 +178,7 @@ def after_hashes(text: str) -> str:
 
 def gsm8k_answer(text: str) -> Decimal | None:
     r"""Return the number after ####, else in \boxed{}, else the last number."""
-    text = ascii_digits(text)
+    text = THOUSANDS.sub(",", ascii_digits(text))
     if "####" in text:
         answer = after_hashes(text)
         return one_number(last_boxed(answer) or next(iter(answer.strip().splitlines()), ""))
@@ -212,16 +239,38 @@ def math_equal(found: str, expected: Any) -> bool:
         return True
     if HEDGES.search(found) and not HEDGES.search(text):
         return False
-    right = to_number(text)
-    number = to_number(UNITS.sub("", found) if right is not None else found)
+    right = to_number(expanded(text))
+    number = to_number(expanded(UNITS.sub("", found) if right is not None else found))
     if right is not None and number is not None:
         return number == right
+    percent = PERCENT.fullmatch(text)
+    if percent and (plain := to_number(found)) is not None:
+        return plain in (Decimal(percent[1]), Decimal(percent[1]) / 100)
     parts, wanted = list_parts(found), list_parts(text)
     if len(parts) > 1 or len(wanted) > 1:
         return same_parts(parts, wanted)
     if ALTERNATIVES.search(found) and not ALTERNATIVES.search(text):
         return False
+    if ENDLESS.search(found) and not ENDLESS.search(text):
+        return False
+    base, wanted_base = BASE.fullmatch(found), BASE.fullmatch(text)
+    if base and wanted_base and base[1] != wanted_base[1]:
+        return False
+    if EQUALS.search(found) and not EQUALS.search(text):
+        return sides_agree(found, text)
     return _verify(_gold(text), _parse(f"${found}$"))
+
+
+def sides_agree(found: str, expected: str) -> bool:
+    """Whether an equation, such as `x = 5` or `3 + 5 = 8`, ends in the expected answer, and no side contradicts it."""
+    *left, last = EQUALS.split(found)
+    for side in left:
+        if MONOMIAL.fullmatch(side):  # x^2 = 5 or 2x = 5 does not say that x is 5
+            return False
+        known = side.strip() and not re.search(r"[A-Za-z]|\\", ARITHMETIC.sub("", side))
+        if known and not math_equal(side, expected):
+            return False
+    return math_equal(last, expected)
 
 
 def truth_answer(text: str) -> str:
@@ -238,13 +287,31 @@ def truth_answer(text: str) -> str:
 
 def bare_answer(text: str) -> str:
     r"""Return an answer with digits of ASCII and without marks that mean nothing: spaces of LaTeX, 1{,}000, \$."""
-    text = THOUSANDS.sub(",", ascii_digits(text.replace(r"\varnothing", r"\emptyset").replace(r"\$", "$")))
-    return text.strip().removesuffix(".").strip()
+    text = re.sub("^\\s*[£€¥₹]", "", text)
+    text = ascii_digits(text.replace(r"\varnothing", r"\emptyset").replace(r"\$", "$").replace("°", r"^\circ"))
+    text = THOUSANDS.sub(",", REPEATING.sub(repeating_decimal, SIZES.sub("", text)))
+    return re.sub(r"^\s*(?:\\approx(?![A-Za-z])|≈)", "", text).strip().removesuffix(".").strip()
+
+
+def repeating_decimal(found: re.Match[str]) -> str:
+    r"""Return 0.1\overline{6} as a fraction."""
+    whole, once, again = found.groups()
+    places = 10 ** len(once)
+    above = int(whole[:-1] + once + again) - int(whole[:-1] + once)
+    sign = "-" if whole.startswith("-") else ""
+    return rf"{sign}\frac{{{abs(above)}}}{{{places * (10 ** len(again) - 1)}}}"
+
+
+def expanded(text: str) -> str:
+    """Return a number in scientific notation, 1.2e2, written out; any other text as it is."""
+    found = EXPONENT.fullmatch(text.strip())
+    return f"{Decimal(found[1]).scaleb(int(found[2])):f}" if found else text
 
 
 def without_markup(text: str) -> str:
     r"""Return a text without \text{} and spaces, to compare answers that are words."""
-    return "".join(TEXT.sub(r"\1", SPACING.sub(" ", text)).split())
+    text = " ".join(TEXT.sub(r"\1", SPACING.sub(" ", text)).split())
+    return FREE_SPACE.sub("", SPACED_NUMBER.sub(lambda number: number.group().replace(" ", ""), text))
 
 
 def list_parts(text: str) -> list[str]:
@@ -253,7 +320,7 @@ def list_parts(text: str) -> list[str]:
     if to_number(text.replace("{,}", ",")) is not None:
         return [text]
     text = SEPARATORS.sub(",", text)
-    if text.startswith(r"\{") and text.endswith(r"\}") and "," in text:
+    if text.startswith(r"\{") and text.endswith(r"\}") and ("," in text or r"\pm" in text):
         text = text[2:-2]
     elif re.fullmatch(r"\{[^{}]*,[^{}]*\}", text):  # {1, 2}, braces that group in LaTeX
         text = text[1:-1]
@@ -264,7 +331,13 @@ def list_parts(text: str) -> list[str]:
             parts.append(text[start:index])
             start = index + 1
     stripped = [part.strip().strip("$").strip() for part in (*parts, text[start:])]
+    stripped = [signed for part in stripped for signed in ([part] if r"\pm" not in part else both_signs(part))]
     return [part for part in stripped if part] if len(stripped) > 1 else stripped
+
+
+def both_signs(text: str) -> list[str]:
+    r"""Return an answer with \pm as two."""
+    return [text.replace(r"\pm", sign) for sign in "+-"]
 
 
 def same_parts(found: list[str], expected: list[str]) -> bool:
@@ -280,6 +353,23 @@ def same_parts(found: list[str], expected: list[str]) -> bool:
             return False
         left.remove(match)
     return True
+
+
+def _score_unmarked(text: str, label: Any) -> tuple[float, str]:
+    """Score a completion without a box: by what it says is its answer, else by the last one that math-verify finds."""
+    text = QUESTION.sub(" ", text[-FORMULA_LIMIT:])
+    for said in SAID.findall(text)[-1:]:
+        answer = DELIMITERS.sub(" ", said) if BETWEEN_FORMULAS.fullmatch(FORMULA.sub(" ", said)) else said
+        if math_equal(answer, label):
+            return 1.0, f"{said}, expected {label}"
+        if HEDGES.search(answer) or ALTERNATIVES.search(answer):
+            return 0.0, f"{said}, expected {label}"
+        if parsed := _parse(said):
+            return float(_verify(_gold(label), parsed)), f"{_shown(parsed)}, expected {label}"
+    parsed = [] if GAVE_UP.search(text) else _parse(DENIED.sub(" ", text))
+    if not parsed:
+        return 0.0, "no answer"
+    return float(_verify(_gold(label), parsed)), f"{_shown(parsed)}, expected {label}"
 
 
 def _label(completion: Completion) -> Any:

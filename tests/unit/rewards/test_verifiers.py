@@ -49,6 +49,40 @@ def test_acc(text, label, value):
 
 
 @pytest.mark.parametrize(
+    ("text", "label", "value"),
+    [
+        (r"\boxed{1 2}", "12", 0),  # a space divides two numbers, unless it divides thousands
+        (r"\boxed{1\,234\,567}", "1234567", 1),
+        (r"\boxed{9=8}", "8", 0),
+        (r"\boxed{3+5=8}", "8", 1),
+        (r"\boxed{A = \pi r^2 = 25\pi}", r"25\pi", 1),
+        (r"\boxed{x^2 = 5}", "5", 0),
+        (r"\boxed{2x = 5}", "5", 0),
+        (r"\boxed{1011_3}", "1011_2", 0),
+        ("The answer is 42 or 43.", "42", 0),
+        ("The answer is 42 (or 43).", "42", 0),
+        ("Is the answer 42? No, it is 24.", "42", 0),
+        ("I cannot decide. There are 42 cows.", "42", 0),
+        ("So there are 42 cows.", "42", 1),
+        ("**Answer: 42**", "42", 1),
+        ("答案是123。", "123", 1),
+        (r"\boxed{16}, not \boxed{15}", "15", 0),
+        (r"\boxed{1 \pm \sqrt{2}}", r"1+\sqrt{2}, 1-\sqrt{2}", 1),
+        (r"\boxed{8 \pm 1}", "8", 0),
+        (r"\boxed{0.1\overline{6}}", r"\frac{1}{6}", 1),
+        (r"\boxed{12.5}", r"12.5\%", 1),
+        (r"\boxed{1.2e2}", "120", 1),
+        (r"\boxed{((5!)!)!}", "7", 0),
+        (r"\boxed{9^{9^{9^9}}}", "7", 0),
+        (r"\boxed{9^{9^{9^9}}}", r"9^{9^{9^9}}", 1),
+    ],
+)
+def test_math_decides(text, label, value):
+    """Among these are numbers that no computer writes out, so that a comparison by algebra would not end."""
+    assert score("math", text, ground_truth=label) == value
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [
         ("<think>a</think><answer>b</answer>", 1),
