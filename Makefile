@@ -6,7 +6,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-gpu test-vllm test-ray test-agents test-harness test-export lint bench docs dist clean
+.PHONY: setup demo test test-gpu test-vllm test-ray test-agents test-harness test-export test-peers lint bench docs dist clean
 .DEFAULT_GOAL := setup
 
 setup: .venv/ready
@@ -89,6 +89,15 @@ test-harness: .venv-lm-eval/ready .venv-inspect/ready
 	.venv-inspect/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-inspect/constraints.txt inspect-ai==0.3.285
 	@touch $@
 
+# Our losses, gradients and advantages beside those of TRL's trainers.
+test-peers: .venv-peers/ready
+	OMP_NUM_THREADS=1 .venv-peers/bin/python -m pytest -rs tests/oracle/test_trl.py
+
+.venv-peers/ready: .venv/ready
+	$(call overlay,.venv-peers)
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-peers/constraints.txt trl==1.16.0
+	@touch $@
+
 # Exported files in other readers: llama.cpp, which is compiled (cmake and a C++ compiler), and compressed-tensors.
 test-export: .venv-llama-cpp/ready .venv-llm-compressor/ready
 	OMP_NUM_THREADS=1 .venv-llama-cpp/bin/python -m pytest -rs tests/unit/publish/test_llama_cpp.py
@@ -129,4 +138,4 @@ dist: setup
 	rm -rf build posttrain.egg-info
 
 clean:
-	rm -rf .venv .venv-vllm .venv-agents .venv-verifiers .venv-lm-eval .venv-inspect .venv-llama-cpp .venv-llm-compressor site dist
+	rm -rf .venv .venv-vllm .venv-agents .venv-verifiers .venv-lm-eval .venv-inspect .venv-llama-cpp .venv-llm-compressor .venv-peers site dist

@@ -382,10 +382,11 @@ class PolicyGradient(OnlineAlgorithm):
         return (per_token / batch.counts()[batch.sample_of[batch.counted]]).sum()
 
     def has_gradient(self, sample: Sample) -> bool:
-        """Whether an advantage is not 0, or KL or entropy are in the loss."""
+        """Whether an advantage is not 0, or a token has a KL, an entropy or a penalty in the loss."""
         assert sample.advantages is not None
         kl_in_loss = bool(self.config.kl_coef) and self.config.kl_in == "loss"
-        return kl_in_loss or self.has_entropy_bonus() or bool(np.any(sample.advantages))
+        penalized = sample.penalties is not None and bool(np.any(sample.penalties))
+        return kl_in_loss or self.has_entropy_bonus() or penalized or bool(np.any(sample.advantages))
 
     # What changes from step to step besides weights
 

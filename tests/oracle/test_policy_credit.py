@@ -155,13 +155,17 @@ def test_tokens_are_dropped_by_their_covariance():
 
 @pytest.mark.parametrize("old", [True, False])
 def test_tokens_with_the_largest_covariance_are_held_near_the_old_policy(old):
-    """KL-Cov: those of the whole batch, and at least one."""
+    """KL-Cov: those of the whole batch, and at least one; their completions are trained on, also without advantages."""
     for fraction in (0.2, 1e-6):
         rows = drawn(np.random.default_rng(9), old=old)
-        algorithm("grpo", kl_cov_fraction=fraction, mini_batch_size=4).assign_credit(rows)
+        algo = algorithm("grpo", kl_cov_fraction=fraction, mini_batch_size=4)
+        algo.assign_credit(rows)
         expected = slow_policy.largest_covariances(rows, fraction)
         marked = {(i, int(t)) for i, row in enumerate(rows) for t in np.flatnonzero(row.penalties)}
         assert marked == expected and len(marked) >= 1
+        for row in rows:
+            row.advantages = np.zeros_like(row.advantages)
+        assert [algo.has_gradient(row) for row in rows] == [bool(np.any(row.penalties)) for row in rows]
 
 
 def test_completions_are_drawn_by_their_rewards():
