@@ -219,6 +219,28 @@ def test_a_level_is_reached_where_the_next_look_confirms_it():
     assert course.reached(13.0) is None and course.reached(9.0) == 0.0
 
 
+def test_a_recipe_fills_what_is_not_given():
+    options = learn.arguments(["gsm8k", "model", "data", "out", "--recipe", "distillation", "--grpo_steps", "7"])
+    assert options.grpo_steps == 7 and options.held_out == 1000 and options.opd_steps > 0
+    assert options.until < options.opd_until < learn.END < 540
+    given = ["gsm8k", "model", "data", "out", "--recipe", "distillation", "--grpo", '{"rollout": {"max_tokens": 9}}']
+    assert learn.arguments(given).grpo["rollout"] == {"samples_per_prompt": 16, "max_tokens": 9}
+    assert learn.arguments(["gsm8k", "model", "data", "out"]).opd_steps == 0
+
+
+def test_results_are_in_the_file_as_soon_as_they_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(learn, "results_file", tmp_path / "results.jsonl")
+    rewarded, taught, idle = (learn.Course(name, None) for name in ("grpo", "opd", "opd-idle"))
+    rewarded.looks, rewarded.seconds = [(0.0, 9.0), (20.0, 12.0), (40.0, 12.0)], 40.0
+    taught.looks, taught.seconds = [(0.0, 9.0), (5.0, 12.0), (8.0, 12.5)], 8.0
+    idle.looks = [(0.0, 12.0), (5.0, 12.0)]
+    learn.compare(rewarded, taught, 12.0)
+    learn.compare(rewarded, idle, 12.0)
+    found = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert found[1]["share"] == 0.125 and found[1]["grpo_first"] == 20.0
+    assert "nothing to reach" in found[2]["text"]
+
+
 def test_rows_are_split_off_the_training_data(tmp_path):
     for split, count in (("train", 5), ("test", 2)):
         rows = [{"question": f"{split} {i}?", "answer": f"so\n#### {i}"} for i in range(count)]
@@ -229,3 +251,5 @@ def test_rows_are_split_off_the_training_data(tmp_path):
     }
     assert {split: len(found) for split, found in lines.items()} == {"train": 3, "held-out": 2, "test": 2}
     assert not set(lines["train"]) & set(lines["held-out"])
+    learn.write_rows(learn.gsm8k, tmp_path, tmp_path / "few", held_out=1, count=2)
+    assert len((tmp_path / "few" / "train-prompts.jsonl").read_text().splitlines()) == 1
