@@ -3,8 +3,12 @@
     python -m bench opd [--shapes 0.5b] [--micro_batch_tokens TOKENS] [--steps N] [--profile] [--out FILE]
 
 On a GPU: a student of 0.5B and a teacher of 1.5B, 512 prompts, 128 + 256 tokens. On a CPU: 32 prompts, 32 + 64, a
-teacher with twice the student's layers. Every completion has full length; prompts are all different. TRL generates with
-transformers' generate, for one micro-batch at a time; that micro-batch is as large as fits.
+teacher with twice the student's layers. Every completion has full length; prompts are all different. TRL generates all
+completions of a step together with transformers' generate, and trains on 128 at a time, which fit; posttrain does the
+same with --micro_batch_tokens 49152.
+
+FLOPs of a step on a GPU, in units of 1e12: layers of the student 422 (6 per weight and token), of the teacher 515 (2);
+heads, over the completions' tokens, 107 and 61; generation 176.
 """
 
 from dataclasses import replace

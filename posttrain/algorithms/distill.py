@@ -38,6 +38,7 @@ class Distill(Algorithm):
 
     example_kind = "chat"
     unit = "token"
+    separable = True
     defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 1e-5}
 
     def check(self) -> None:

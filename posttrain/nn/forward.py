@@ -243,9 +243,9 @@ def forward(
     out = Outputs()
     # hidden[i - 1] predicts tokens[i]; the first token of a sample is never counted. Selected on first use only.
     before = cache(lambda: SelectedStates.select(runner, hidden, batch.computed(batch.counted - 1)))
+    if runner.context is not None or request.names - {"logprobs", "entropy", "divergence"}:
+        early = None  # the loss needs other outputs, or those of other ranks
     if {"logprobs", "entropy"} & request.names:
-        if runner.context is not None or request.names - {"logprobs", "entropy"}:
-            early = None  # the loss needs other outputs, or those of other ranks
         targets = before().local_values(batch.tokens[batch.counted])
         logprobs, entropy = head_logprobs(runner, before().states, targets, request, early)
         out.logprobs, out.entropy = (to_stream(before().gather(values), batch) for values in (logprobs, entropy))
@@ -272,7 +272,8 @@ def forward(
         assert teacher is not None
         with torch.no_grad():
             teacher_hidden = teacher.run_layers(batch).last_hidden_state[0]
-        divergence = head_divergence(runner, teacher, before().states, teacher_hidden[before().local], request)
+        teacher_states = teacher_hidden[before().local]
+        divergence = head_divergence(runner, teacher, before().states, teacher_states, request, early)
         out.divergence = to_stream(before().gather(divergence), batch)
     if "choices" in request.names:  # predictions of the token after a counted one
         after = SelectedStates.select(runner, hidden, batch.computed(batch.counted))
@@ -374,12 +375,14 @@ def head_divergence(
     states: torch.Tensor,
     teacher_states: torch.Tensor,
     request: ForwardRequest,
+    early: EarlyGradients | None = None,
 ) -> torch.Tensor:
-    """Compute the divergence from the teacher at each position, by the fused heads on an accelerator if both exist."""
+    """Compute the divergence from the teacher at each position, by the fused heads if both exist."""
     head, other = runner.fused_head, teacher.fused_head
-    plain = not request.divergence_top_k and runner.tensor is None and states.device.type != "cpu"
+    plain = not request.divergence_top_k and runner.tensor is None
     if head is not None and other is not None and plain:
-        return head.divergence(states, other, teacher_states, request.divergence, request.jsd_beta, request.temperature)
+        options = (request.divergence, request.jsd_beta, request.temperature)
+        return head.divergence(states, other, teacher_states, *options, early)
     ranks = None if request.divergence_top_k else runner.vocabulary_ranks
     return chunked.token_divergence(
         states,

@@ -7,9 +7,10 @@ The usual way computes every chunk twice, because the loss is only known once al
     loss       all log-probabilities -> loss -> d log-probabilities
     backward   per chunk:  hidden -> logits (again) -> d logits -> d hidden, d weight
 
-A loss is *separable* (Algorithm.separable) if a token's part of it reads no other token's log-probability or entropy:
-a sum over tokens, as in SFT, or PPO's clipped ratio per token. Then d loss / d log-probability of a token is known as
-soon as its own log-probability is, and the backward pass of a chunk follows its forward pass while its logits exist:
+A loss is *separable* (Algorithm.separable) if a token's part of it reads no other token's log-probability, entropy or
+divergence: a sum over tokens, as in SFT, or PPO's clipped ratio per token. Then d loss / d log-probability of a token
+is known as soon as its own log-probability is, and the backward pass of a chunk follows its forward pass while its
+logits exist:
 
     forward    per chunk:  hidden -> logits -> log-probabilities, entropy
                                        |                |
@@ -30,7 +31,12 @@ chunk, which is small against a product with the head. Conditions, which the cal
   the learner stops the run if it is more than rounding;
 - the number that is differentiated is exactly loss / denominator: the backward pass returns what the forward pass
   formed and does not read the gradients that autograd hands to it;
-- only log-probabilities and entropy are requested, and this rank computes all of them (no context parallelism).
+- only log-probabilities, entropy and divergence are requested, and this rank computes all of them (no context
+  parallelism). Log-probabilities and divergence are computed one after the other, from logits of their own, and the
+  loss is a sum of a part that reads the former and a part that reads the latter.
+
+The divergence from a teacher goes the same way, with the logits of both models: four products with a head per chunk
+instead of six.
 
 With sequence parallelism (parallel/tensor.py) tensor ranks divide the vocabulary. Each runs the same kernels on the
 logits of its part, and the ranks exchange three numbers per token: log-normalizer, entropy and the target's logit
@@ -40,7 +46,7 @@ sum of d hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -116,19 +122,20 @@ class FusedHead:
         kind: Divergence,
         jsd_beta: float,
         temperature: float,
+        early: EarlyGradients | None = None,
     ) -> torch.Tensor:
         """Return the divergence from the teacher at each position [n], as nn/logprobs.py defines it."""
         count = len(hidden)
         padding = -count % self.multiple
         states = [F.pad(each, (0, 0, 0, padding)) if padding else each for each in (hidden, teacher_hidden)]
-        options = (teacher.head.weight.detach(), states[1], temperature, kind, jsd_beta, self.kernels)
+        options = (teacher.head.weight.detach(), states[1], (temperature, kind, jsd_beta), self.kernels, early)
         return HeadDivergence.apply(states[0], self.head.weight, *options)[:count]
 
 
 class EarlyGradients:
     """Computes the gradients of a separable loss for one chunk of tokens before later chunks are known.
 
-    The loss is evaluated with the log-probabilities that are known so far, and 0 for all later tokens.
+    The loss is evaluated with the outputs that are known so far, and 0 for all others.
     """
 
     def __init__(
@@ -140,35 +147,39 @@ class EarlyGradients:
     ) -> None:
         """`report_error` is called with the relative error of the gradients used, once the whole loss is known."""
         self.objective, self.batch, self.denominator, self.report_error = objective, batch, denominator, report_error
-        self.logprobs, self.entropy, self.used = (
-            torch.zeros(len(batch.counted), device=batch.tokens.device) for _ in range(3)
-        )
+        names = set(objective.request.names)
+        if names & {"logprobs", "entropy"}:  # computed together
+            names |= {"logprobs", "entropy"}
+        self.known: dict[str, torch.Tensor] = {name: self.zeros() for name in names}
+        self.used: dict[str, torch.Tensor] = {}  # gradients
+
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros(len(self.batch.counted), device=self.batch.tokens.device)
 
     def chunk_gradients(
-        self, first: int, logprobs: torch.Tensor, entropy: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the gradients of the loss by log-probabilities and entropy of the chunk that begins at `first`."""
-        rows = slice(first, first + len(logprobs))
-        count = len(self.used[rows])  # the rest is padding
-        padding = len(logprobs) - count
-        self.logprobs[rows], self.entropy[rows] = logprobs[:count], entropy[:count]
+        self, first: int, chunk: dict[str, torch.Tensor], wanted: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """Return the gradients of the loss by the outputs of the chunk that begins at `first`: by those wanted."""
+        rows = slice(first, first + len(chunk[wanted[0]]))
+        count = len(self.known[wanted[0]][rows])  # the rest is padding
+        for name, values in chunk.items():
+            self.known[name][rows] = values[:count]
         with torch.enable_grad():
-            known = [self.logprobs.clone().requires_grad_()]
-            if self.objective.request.entropy_gradient:
-                known.append(self.entropy.clone().requires_grad_())
-            out = Outputs(
-                logprobs=to_stream(known[0], self.batch), entropy=to_stream((*known, self.entropy)[1], self.batch)
-            )
-            total = self.objective.loss(out, self.batch).total / self.denominator
-            gradients = torch.autograd.grad(total, known, allow_unused=True, materialize_grads=True)
-        self.used[rows] = gradients[0][rows]
-        chunk = [F.pad(gradient[rows], (0, padding)) for gradient in gradients]
-        return chunk[0], chunk[1] if len(chunk) > 1 else None
+            inputs = {name: self.known[name].clone().requires_grad_() for name in wanted}
+            streams = {name: to_stream(values, self.batch) for name, values in (self.known | inputs).items()}
+            total = self.objective.loss(Outputs(**streams), self.batch).total / self.denominator
+            gradients = torch.autograd.grad(total, list(inputs.values()), allow_unused=True, materialize_grads=True)
+        found = {}
+        for name, gradient in zip(wanted, gradients, strict=True):
+            self.used.setdefault(name, self.zeros())[rows] = gradient[rows]
+            found[name] = F.pad(gradient[rows], (0, len(chunk[name]) - count))
+        return found
 
-    def compare(self, d_logprobs: torch.Tensor) -> None:
-        """Report how much the gradients used differ from those of the whole loss."""
-        difference = (d_logprobs[: len(self.used)] - self.used).abs().sum()
-        self.report_error(difference / d_logprobs.abs().sum().clamp(min=1e-30))
+    def compare(self, name: str, gradient: torch.Tensor) -> None:
+        """Report how much the gradients used for an output differ from those of the whole loss."""
+        used = self.used[name]
+        difference = (gradient[: len(used)] - used).abs().sum()
+        self.report_error(difference / gradient.abs().sum().clamp(min=1e-30))
 
 
 def to_stream(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -211,7 +222,9 @@ class HeadLogprobs(torch.autograd.Function):
                 picked, entropy, normalizer = combine_parts(picked, entropy, normalizer, inside[rows], ranks)
             parts.append((picked, entropy, normalizer))
             if back is not None and early is not None:
-                known = (normalizer, entropy, *early.chunk_gradients(rows.start, picked, entropy))
+                wanted = ("logprobs", "entropy") if early.objective.request.entropy_gradient else ("logprobs",)
+                found = early.chunk_gradients(rows.start, {"logprobs": picked, "entropy": entropy}, wanted)
+                known = (normalizer, entropy, found["logprobs"], found.get("entropy"))
                 back.add(rows, kernels.target_logprobs_backward(logits, own_targets[rows], temperature, *known))
             del logits  # free them before the next chunk's are allocated
         logprobs, entropy, normalizer = (torch.cat(streams) for streams in zip(*parts, strict=True))
@@ -238,7 +251,7 @@ class HeadLogprobs(torch.autograd.Function):
                 back.add(rows, kernels.target_logprobs_backward(logits, targets[rows], temperature, *known, more))
                 del logits
         elif d_picked is not None:
-            ctx.early.compare(d_picked)
+            ctx.early.compare("logprobs", d_picked)
         d_hidden = back.d_hidden if ctx.ranks is None else ctx.ranks.sum_(back.d_hidden)
         return d_hidden, back.d_weight, *[None] * 7
 
@@ -259,10 +272,11 @@ def combine_parts(
 
 
 class HeadDivergence(torch.autograd.Function):
-    """Computes the divergence of each position with the logits of one chunk at a time; the backward pass repeats them.
+    """Computes the divergence of each position with the logits of one chunk at a time.
 
-    Reading and writing logits takes most of the time, so one kernel reads both models' logits once (for jsd twice),
-    and one writes the gradient over the student's.
+    With `early` the backward pass of a chunk follows its forward pass at once, otherwise it computes the logits again.
+    Reading and writing logits takes long, so one kernel reads both models' logits once (for jsd twice), and one writes
+    the gradient over the student's.
     """
 
     @staticmethod
@@ -272,34 +286,42 @@ class HeadDivergence(torch.autograd.Function):
         weight: torch.Tensor,
         teacher_weight: torch.Tensor,
         teacher_hidden: torch.Tensor,
-        temperature: float,
-        kind: Divergence,
-        jsd_beta: float,
+        options: tuple[float, Divergence, float],
         kernels: ModuleType,
+        early: EarlyGradients | None,
     ) -> torch.Tensor:
         size = chunk_size(weight, heads=2)
-        options = temperature, kind, jsd_beta
+        back = HeadGradients(hidden, weight, ctx.needs_input_grad[1]) if early is not None else None
         parts = []
         for rows in chunk_rows(len(hidden), size):
             logits, teacher_logits = hidden[rows] @ weight.t(), teacher_hidden[rows] @ teacher_weight.t()
             parts.append(kernels.divergence(logits, teacher_logits, *options))
+            if back is not None and early is not None:
+                value, *known = parts[-1]
+                found = early.chunk_gradients(rows.start, {"divergence": value}, ("divergence",))
+                streams = (*known, found["divergence"])
+                back.add(rows, kernels.divergence_backward(logits, teacher_logits, *options, *streams))
             del logits, teacher_logits  # free them before the next chunk's are allocated
         divergence, *known = (torch.cat(streams) for streams in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, teacher_hidden, *known)
+        ctx.save_for_backward(*(() if back is not None else (hidden, teacher_hidden, *known)))
         ctx.weight, ctx.teacher_weight = weight, teacher_weight
-        ctx.options, ctx.kernels, ctx.size = options, kernels, size
+        ctx.options, ctx.kernels, ctx.size, ctx.early, ctx.back = options, kernels, size, early, back
         return divergence
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        hidden, teacher_hidden, *known = ctx.saved_tensors
-        back = HeadGradients(hidden, ctx.weight, ctx.needs_input_grad[1])
-        for rows in chunk_rows(len(hidden), ctx.size):
-            logits, teacher_logits = hidden[rows] @ ctx.weight.t(), teacher_hidden[rows] @ ctx.teacher_weight.t()
-            streams = [stream[rows] for stream in (*known, gradients[0].contiguous())]
-            back.add(rows, ctx.kernels.divergence_backward(logits, teacher_logits, *ctx.options, *streams))
-            del logits, teacher_logits
-        return back.d_hidden, back.d_weight, *[None] * 6
+        back: HeadGradients | None = ctx.back
+        if back is None:
+            hidden, teacher_hidden, *known = ctx.saved_tensors
+            back = HeadGradients(hidden, ctx.weight, ctx.needs_input_grad[1])
+            for rows in chunk_rows(len(hidden), ctx.size):
+                logits, teacher_logits = hidden[rows] @ ctx.weight.t(), teacher_hidden[rows] @ ctx.teacher_weight.t()
+                streams = [stream[rows] for stream in (*known, gradients[0].contiguous())]
+                back.add(rows, ctx.kernels.divergence_backward(logits, teacher_logits, *ctx.options, *streams))
+                del logits, teacher_logits
+        else:
+            ctx.early.compare("divergence", gradients[0])
+        return back.d_hidden, back.d_weight, *[None] * 5
 
 
 def chunk_size(weight: torch.Tensor, heads: int = 1, columns: int = 0) -> int:

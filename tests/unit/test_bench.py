@@ -3,12 +3,15 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from bench import agents, common, curves, dpo, generate, grpo, learn, long, opd, sft
 from bench.__main__ import main
 from bench.common import Options, Result, Shape, Times
+from posttrain.core.types import Sample, count_units
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU they measure the large shapes")
 
@@ -210,6 +213,21 @@ def test_an_unknown_name_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["grop"])
     assert "there is generate, long, sft, dpo, grpo, opd" in capsys.readouterr().err
+
+
+def test_distillation_computes_no_matrix_product_twice():
+    """A step has 6 FLOPs per weight of the student and token, and 2 of the teacher; heads only where tokens count."""
+    teacher = Shape(48, 3, 4, 2, 80, 512, True, 8)
+    with common.saved_model(TINY) as student, common.saved_model(teacher) as taught_by:
+        policy = common.learner(student, Options(), teacher=taught_by)
+        _, wanted = common.objective("opd", teacher=taught_by)
+        rng = np.random.default_rng(0)
+        samples = [Sample(tokens=rng.integers(10, 500, 24).astype(np.int32), mask=np.arange(24) >= 8) for _ in range(4)]
+        with FlopCounterMode(display=False) as counter:
+            policy.forward_backward(samples, wanted, count_units(samples, "token"), 96)
+        floor = common.training_flops(policy, samples, wanted, TINY)
+        floor += common.training_flops(policy, samples, wanted, teacher) / 3
+        assert counter.get_total_flops() == floor
 
 
 def test_a_level_is_reached_where_the_next_look_confirms_it():

@@ -1,12 +1,16 @@
 """The fused head's divergence from a teacher equals the one that autograd computes from whole logits."""
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from posttrain.core.types import ForwardRequest, Loss, Objective, Sample
+from posttrain.data.packing import collate
 from posttrain.nn import lm_head
 from posttrain.nn import logprobs as chunked
 from posttrain.nn.kernels import reference
-from posttrain.nn.lm_head import FusedHead
+from posttrain.nn.lm_head import EarlyGradients, FusedHead
 
 KINDS = ["forward_kl", "reverse_kl", "jsd"]
 
@@ -18,26 +22,57 @@ def heads(vocabulary: int = 37) -> tuple[torch.nn.Linear, torch.nn.Linear, torch
     return student, teacher, torch.randn(9, 8), torch.randn(9, 12)
 
 
+WEIGHTS = torch.arange(9.0) - 3  # what the loss multiplies the positions with; 0 for one of them
+
+
+def early_gradients(errors: list[torch.Tensor]) -> EarlyGradients:
+    """Gradients of the weighted sum of the divergences of 9 tokens."""
+    batch = collate([Sample(tokens=np.arange(10, dtype=np.int32), mask=np.arange(10) > 0)])
+    objective = Objective(
+        request=ForwardRequest(names=frozenset({"divergence"})),
+        loss=lambda out, batch: Loss(total=(out.divergence[batch.counted] * WEIGHTS).sum()),
+        unit="token",
+        separable=True,
+    )
+    return EarlyGradients(objective, batch, 1.0, errors.append)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_divergence_and_its_gradients(kind, temperature, monkeypatch):
     monkeypatch.setattr(lm_head, "LOGITS_PER_CPU_CHUNK", 4 * 37)  # chunks of 2 positions
     student, teacher, hidden, teacher_hidden = heads()
-    weights = torch.arange(9.0) - 3  # what the loss multiplies the positions with; 0 for one of them
+    errors: list[torch.Tensor] = []
 
-    def gradients(fused: bool) -> list[torch.Tensor]:
+    def gradients(route: str) -> list[torch.Tensor]:
         states = hidden.clone().requires_grad_()
         student.weight.grad = None
-        if fused:
-            one, other = FusedHead(student, reference, 4), FusedHead(teacher, reference, 4)
-            found = one.divergence(states, other, teacher_hidden, kind, 0.3, temperature)
-        else:
+        if route == "whole":
             found = chunked.token_divergence(states, teacher_hidden, student, teacher, 37, kind, 0.3, temperature)
-        (found * weights).sum().backward()
+        else:
+            one, other = FusedHead(student, reference, multiple=4), FusedHead(teacher, reference, multiple=4)
+            early = early_gradients(errors) if route == "early" else None
+            found = one.divergence(states, other, teacher_hidden, kind, 0.3, temperature, early)
+        (found * WEIGHTS).sum().backward()
         return [found.detach(), states.grad, student.weight.grad]
 
-    for found, expected in zip(gradients(True), gradients(False), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    expected = gradients("whole")
+    for route in ("fused", "early"):
+        for found, wanted in zip(gradients(route), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    assert errors == [0.0]
+
+
+def test_the_logits_of_both_models_are_computed_once():
+    """Of a separable loss: a product with each head, and the two products of the gradients."""
+    student, teacher, hidden, teacher_hidden = heads()
+    product = 2 * len(hidden) * 37  # FLOPs per number of a hidden state
+    for early, expected in ((early_gradients([]), 3 * 8 + 12), (None, 4 * 8 + 2 * 12)):
+        with FlopCounterMode(display=False) as counter:
+            one, other = (FusedHead(each, reference, multiple=1) for each in (student, teacher))
+            states = hidden.clone().requires_grad_()
+            one.divergence(states, other, teacher_hidden, "reverse_kl", 0.5, 1.0, early).sum().backward()
+        assert counter.get_total_flops() == product * expected
 
 
 @pytest.mark.gpu
