@@ -32,11 +32,13 @@ ONE_ANSWER = re.compile(
     rf"""[\s*$=(]*(?:[A-Za-z]\w*\s*=\s*)?\$?\s*
     (?P<number>{NUMBER.pattern}|[-+−]?\d{{1,3}}(?:[ \u00a0\u202f]\d{{3}})+(?![\d.]))
     (?:[eE](?P<exponent>[-+]?\d{{1,2}})(?!\w)|\s*/\s*(?P<denominator>\d{{1,15}})(?![\w/.]\w))?
-    (?:\s*(?P<scale>thousand|million|billion)\b)?
-    (?!st\b|nd\b|rd\b|th\b|[\d:/^]|\.\d|\s*(?:[,;:/&–—-]|\b(?:or|and|to|oder|und)\b|或|和)?\s*\$?[-+−]?\.?\d)""",
+    (?:\s*(?P<scale>dozen|hundred|thousand|million|billion|trillion)\b|(?P<thousands>k)\b)?
+    (?!st\b|nd\b|rd\b|th\b|[\d:/^]|\.\d|\s*(?:[,;:/&–—-]|\b(?:or|and|to|oder|und)\b|或|和)?\s*\$?[-+−]?\.?\d
+    |[xyzn]\b|\s*(?:[*×·÷+x]|\b(?:plus|minus|times|divided\sby|multiplied\sby)\b)\s*\$?[\d(]
+    |[^\n]*\b(?:or|oder)\b[^\n\d]*\d)""",
     re.VERBOSE,
 )
-SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 # Words between answers of which only one may be meant; they must not be taken for a unit.
 HEDGES = re.compile(r"\b(?:not|any|either|maybe)\b|\\neq?\b|≠")
@@ -201,7 +203,8 @@ def one_number(text: str) -> Decimal | None:
     if found["denominator"]:
         below = Decimal(found["denominator"])
         return number / below if below else None
-    return number * SCALES.get(found["scale"], 1) * Decimal(10) ** int(found["exponent"] or 0)
+    scale = SCALES["thousand"] if found["thousands"] else SCALES.get(found["scale"], 1)
+    return number * scale * Decimal(10) ** int(found["exponent"] or 0)
 
 
 def ascii_digits(text: str) -> str:
