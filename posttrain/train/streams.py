@@ -26,12 +26,13 @@ class StreamFiller:
     def fill(self, samples: list[Sample], *, keep: bool = False) -> None:
         """Compute the streams and write them into the samples.
 
-        With `keep`, ref_logprobs that an earlier call wrote are not computed again. That is right only if the same
-        samples always come together: sums are rounded differently in another micro-batch, so values kept from another
-        batch would make a resumed run differ in the last digits.
+        With `keep`, ref_logprobs that an earlier call wrote are not computed again, unless the reference follows the
+        policy. That is right only if the same samples always come together: sums are rounded differently in another
+        micro-batch, so values kept from another batch would make a resumed run differ in the last digits.
         """
         if self.reference is not None:
-            self.reference.fill([s for s in samples if s.ref_logprobs is None] if keep else samples)
+            kept = keep and not self.reference.sync_steps
+            self.reference.fill([s for s in samples if s.ref_logprobs is None] if kept else samples)
         self.fill_logprobs(samples)
         self.fill_values(samples)
 

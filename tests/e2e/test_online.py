@@ -344,7 +344,8 @@ def test_a_reference_that_follows_the_policy_slowly(verb, tmp_path):
     changes["update"] = {"schedule": "constant"}
     chosen = options(tmp_path, **changes)
     if verb != "grpo":
-        chosen["data"] = {"train": [write_rows("pair" if verb == "dpo" else "labelled", tmp_path)]}
+        rows = [write_rows("pair" if verb == "dpo" else "labelled", tmp_path)]
+        chosen |= {"data": {"train": rows, "eval": rows}, "eval": {"every_steps": 1}}
         chosen = {key: value for key, value in chosen.items() if key not in ("reward", "rollout", "rewards")}
     run, stopped = tmp_path / "run", tmp_path / "stopped"
     train(verb, **chosen | {"steps": 6})
@@ -352,7 +353,7 @@ def test_a_reference_that_follows_the_policy_slowly(verb, tmp_path):
         train(verb, **chosen | {"steps": steps, "out": str(stopped), "resume": steps > 2})
     both = [
         [
-            (row["loss"], row["grad_norm"])
+            (row["loss"], row["grad_norm"], row.get("eval/loss"))
             for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         ]
         for folder in (run, stopped)
