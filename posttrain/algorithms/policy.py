@@ -247,10 +247,11 @@ class PolicyGradient(OnlineAlgorithm):
         if self.config.kl_target:
             self.completion_kl = float(np.mean([token_kl(sample, "k1").sum() for sample in samples]))
         self.compute_advantages(samples)
+        trained = [sample for sample in samples if self.is_trained_on(sample)]
         if self.config.kl_cov_fraction:
-            penalize_by_covariance(samples, self.config.kl_cov_fraction)
+            penalize_by_covariance(trained, self.config.kl_cov_fraction)
         if self.config.clip_cov_fraction:
-            drop_by_covariance(samples, self.config, self.batches)
+            drop_by_covariance(trained, self.config, self.batches)
         self.batches += 1
         return samples
 

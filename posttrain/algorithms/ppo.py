@@ -18,6 +18,8 @@ from posttrain.core.lazy import torch
 from posttrain.core.ops import Doubles, gae
 from posttrain.core.types import Loss, Metrics, MicroBatch, Outputs, Sample
 
+SEED_OF_DRAW = 0x9F_99_06  # numpy's generators of (seed, step) and of (seed, step, 0), the first shuffle, are the same
+
 
 @register("ppo", help="proximal policy optimisation with a critic, for reward models")
 class PPO(PolicyGradient):
@@ -103,7 +105,8 @@ class PPO(PolicyGradient):
         weights = self.resampling_weights(np.array([sample.reward for sample in known]))
         if not weights.sum():  # all rewards are 0
             return known
-        drawn = np.random.default_rng(seed).choice(len(known), size=len(known), p=weights / weights.sum())
+        own = (seed[0] ^ SEED_OF_DRAW, *seed[1:])
+        drawn = np.random.default_rng(own).choice(len(known), size=len(known), p=weights / weights.sum())
         return [known[index] for index in drawn]
 
     def resampling_weights(self, rewards: Doubles) -> Doubles:

@@ -168,6 +168,31 @@ def test_tokens_with_the_largest_covariance_are_held_near_the_old_policy(old):
         assert [algo.has_gradient(row) for row in rows] == [bool(np.any(row.penalties)) for row in rows]
 
 
+def weights_of(rows, shares):
+    """The chance of each row, where rows of the same reward share that of their reward."""
+    rewards = [row.reward for row in rows]
+    return [shares[reward] / rewards.count(reward) for reward in rewards]
+
+
+def test_covariances_are_those_of_the_tokens_that_are_trained():
+    """Completions that were cut off and are masked use up no share of KL-Cov or Clip-Cov."""
+    options = {"mask_truncated_completions": True, "mini_batch_size": 4}
+    for chosen in ({"kl_cov_fraction": 0.2}, {"clip_cov_fraction": 0.5, "clip_cov_low": -9.0, "clip_cov_high": 9.0}):
+        rows, others = (drawn(np.random.default_rng(9)) for _ in range(2))
+        for number, row in enumerate((*rows, *others)):
+            row.penalties, row.finish = None, "stop" if number % 3 else "length"
+        assert len(rows) % 3 == 0
+        algorithm("grpo", **options).assign_credit(others)
+        algorithm("grpo", **options, **chosen).assign_credit(rows)
+        pairs = zip(rows, others, strict=True)
+        unchanged = [np.array_equal(a.advantages, b.advantages) and a.penalties is None for a, b in pairs]
+        assert all(unchanged[::3]) and not all(unchanged)
+        if "kl_cov_fraction" in chosen:
+            trained = [row for row in rows if row.finish != "length"]
+            count = sum(int(row.mask.sum()) for row in trained)
+            assert sum(int(row.penalties.sum()) for row in trained) == int(0.2 * count)
+
+
 def test_completions_are_drawn_by_their_rewards():
     """PF-PPO: as many as there were, the same for the same seed, in proportion to the weights of arXiv:2409.06957."""
     rows = drawn(np.random.default_rng(2))
@@ -186,6 +211,8 @@ def test_completions_are_drawn_by_their_rewards():
         for reward, share in shares.items():
             deviation = (share * (1 - share) / len(seen)) ** 0.5
             assert abs(seen.count(reward) / len(seen) - share) <= 5 * deviation, (kind, reward)
+        order = np.random.default_rng((3, 7, 0)).choice(len(rows), size=len(rows), p=weights_of(rows, shares))
+        assert [id(row) for row in draws[7]] != [id(rows[i]) for i in order]  # the numbers that shuffle mini-batches
         again = algo.trained_samples(rows, (3, 7))
         assert [id(row) for row in again] == [id(row) for row in draws[7]]
     assert algorithm("ppo").trained_samples(rows, (3, 7)) == rows
