@@ -96,6 +96,15 @@ def test_dpo_prefers_the_chosen(loss, smoothing, learn):
     assert metrics[-1]["eval/chosen_reward"] > metrics[-1]["eval/rejected_reward"]
 
 
+def test_a_reference_that_follows_lets_the_policy_go_further(learn):
+    """TR-DPO: the loss is flat once the margin over a reference is large; over one that follows it never is."""
+    gaps = []
+    for steps in (0, 2):
+        last = learn("dpo", 20, rate=3e-4, out=f"run-{steps}", beta=1.0, reference_sync_steps=steps)[-1]
+        gaps.append(last["eval/chosen_logprob"] - last["eval/rejected_logprob"])
+    assert gaps[1] > 1.2 * gaps[0] > 0, gaps
+
+
 def test_adapters_learn_too(learn):
     """Without them the policy is the reference, so there is no second model."""
     pytest.importorskip("peft")

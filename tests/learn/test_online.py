@@ -16,11 +16,9 @@ def score(text):
 """
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("verb", ["grpo", "rloo", "ppo", "reinforce"])
-def test_reward_rises(verb, seed, tmp_path):
+def run(verb, tmp_path, seed, algo, steps=20):
+    """Train with the share of printable letters as reward, and return the metrics of each step."""
     (tmp_path / "printable.py").write_text(PRINTABLE)
-    algo = {"kl_coef": 0.0} | ({"critic_learning_rate": 1e-3} if verb == "ppo" else {})
     train(
         verb,
         model={"path": "pico"},
@@ -32,13 +30,38 @@ def test_reward_rises(verb, seed, tmp_path):
         save={"every": 0},
         algo=algo,
         seed=seed,
-        steps=20,
+        steps=steps,
         out=str(tmp_path / "run"),
         quiet=True,
     )
-    rewards = [json.loads(line)["reward"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("verb", ["grpo", "rloo", "ppo", "reinforce"])
+def test_reward_rises(verb, seed, tmp_path):
+    algo = {"kl_coef": 0.0} | ({"critic_learning_rate": 1e-3} if verb == "ppo" else {})
+    rewards = [row["reward"] for row in run(verb, tmp_path, seed, algo)]
     first, last = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
     assert first < 0.5 and last > first + 0.15, rewards
+
+
+def test_completions_drawn_by_reward_teach_too(tmp_path):
+    """PF-PPO."""
+    algo = {"kl_coef": 0.0, "critic_learning_rate": 1e-3, "resample_by_reward": "power"}
+    rewards = [row["reward"] for row in run("ppo", tmp_path, 0, algo)]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards[:3] + rewards[-3:]
+
+
+def test_covariant_tokens_that_are_held_keep_the_entropy(tmp_path):
+    """KL-Cov."""
+    several = {"kl_coef": 0.0, "mini_batch_size": 16, "epochs_per_batch": 2, "clip_low": 0.0, "clip_high": 0.0}
+    entropies = []
+    for held in ({}, {"kl_cov_fraction": 0.5, "kl_cov_coef": 5.0}):
+        folder = tmp_path / str(len(entropies))
+        folder.mkdir()
+        entropies.append(run("grpo", folder, 0, several | held, steps=8)[-1]["entropy"])
+    assert entropies[1] > entropies[0] + 0.1, entropies
 
 
 @pytest.fixture(scope="module")
