@@ -25,12 +25,13 @@ def heads(vocabulary: int = 37) -> tuple[torch.nn.Linear, torch.nn.Linear, torch
 WEIGHTS = torch.arange(9.0) - 3  # what the loss multiplies the positions with; 0 for one of them
 
 
-def early_gradients(errors: list[torch.Tensor]) -> EarlyGradients:
+def early_gradients(errors: list[torch.Tensor], device: str = "cpu") -> EarlyGradients:
     """Gradients of the weighted sum of the divergences of 9 tokens."""
-    batch = collate([Sample(tokens=np.arange(10, dtype=np.int32), mask=np.arange(10) > 0)])
+    batch = collate([Sample(tokens=np.arange(10, dtype=np.int32), mask=np.arange(10) > 0)], torch.device(device))
+    weights = WEIGHTS.to(device)
     objective = Objective(
         request=ForwardRequest(names=frozenset({"divergence"})),
-        loss=lambda out, batch: Loss(total=(out.divergence[batch.counted] * WEIGHTS).sum()),
+        loss=lambda out, batch: Loss(total=(out.divergence[batch.counted] * weights).sum()),
         unit="token",
         separable=True,
     )
@@ -73,6 +74,34 @@ def test_the_logits_of_both_models_are_computed_once():
             states = hidden.clone().requires_grad_()
             one.divergence(states, other, teacher_hidden, "reverse_kl", 0.5, 1.0, early).sum().backward()
         assert counter.get_total_flops() == product * expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_on_the_gpu_in_half_precision(kind, monkeypatch):
+    """The same with and without a second computation of the logits, and near those of whole logits."""
+    from posttrain.nn.kernels import triton
+
+    monkeypatch.setattr(lm_head, "LOGITS_PER_CHUNK", 4 * 40)  # chunks of 2 positions
+    student, teacher, hidden, teacher_hidden = (part.to("cuda", torch.bfloat16) for part in heads(40))
+    weights, errors = WEIGHTS.cuda(), list[torch.Tensor]()
+    found = {}
+    for route in ("whole", "fused", "early"):
+        states = hidden.clone().requires_grad_()
+        student.weight.grad = None
+        if route == "whole":
+            logits = (lambda x: student(x).float()), (lambda x: teacher(x).float())
+            value = chunked.token_divergence(states, teacher_hidden, *logits, 40, kind, 0.3, 1.0)
+        else:
+            one, other = FusedHead(student, triton, multiple=4), FusedHead(teacher, triton, multiple=4)
+            early = early_gradients(errors, "cuda") if route == "early" else None
+            value = one.divergence(states, other, teacher_hidden, kind, 0.3, 1.0, early)
+        (value * weights).sum().backward()
+        found[route] = [value.detach(), states.grad, student.weight.grad]
+    for whole, fused, early_one in zip(*found.values(), strict=True):
+        assert torch.equal(fused, early_one)
+        torch.testing.assert_close(fused.float(), whole.float(), rtol=0.05, atol=0.02)
+    assert not any(errors)
 
 
 @pytest.mark.gpu
