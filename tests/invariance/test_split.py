@@ -37,6 +37,7 @@ VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
     ("grpo", {"importance_mode": "geometric_mask", "importance_cap": 1.02, "off_policy_mask_threshold": 0.01}),
     ("distill", {"divergence": "reverse_kl", "divergence_top_k": 5}),
     ("opd", {"divergence": "jsd", "divergence_top_k": 5, "reward_coef": 0.5, "loss_aggregation": "sample_mean"}),
+    ("opd", {"divergence_clip": 0.1, "reward_coef": 0.5, "loss_aggregation": "sample_mean"}),
     ("opd", {"teacher_context_column": "hint", "divergence_top_k": 4}),
     ("opd", {"objective": "policy_gradient", "gamma": 0.5, "mini_batch_size": 4, "reward_coef": 0.5}),
     ("gspo", {"clip_low": 0.05, "clip_high": 0.05, "mini_batch_size": 4}),
