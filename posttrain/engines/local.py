@@ -385,9 +385,8 @@ class RequestStream:
         """Generate a few tokens of each sequence; returns the samples of finished requests, by number."""
         scheduler, engine = self.scheduler, self.engine
         if not scheduler.busy:
-            engine.preemptions += scheduler.preemptions
-            scheduler.preemptions = 0
             return scheduler.collect()
+        before = scheduler.preemptions
         if self.between_steps is not None:
             scheduler.version = self.between_steps()
         if scheduler.version != self.packed_version:
@@ -398,6 +397,7 @@ class RequestStream:
         scheduler.start_step()
         samples = scheduler.collect()  # what the previous check found
         scheduler.check()
+        engine.preemptions += scheduler.preemptions - before
         return samples
 
 

@@ -165,9 +165,12 @@ def test_any_sizes_give_the_same(data):
         speculative_tokens=draw(st.integers(1, 6)),
         speculative_max_sequences=draw(st.integers(1, 8)),
     )
+    preempted = 0
     for _ in range(draw(st.integers(1, 2))):
-        equal(engine.generate(requests, sampling), expected, 1e-6)
-        assert all_free(engine)
+        found = engine.generate(requests, sampling)
+        equal(found, expected, 1e-6)
+        preempted += sum(sample.preemptions for sample in found)
+        assert all_free(engine) and engine.preemptions == preempted
 
 
 MODEL = tiny_model("llama").double()
