@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--row", type=int, metavar="TOKENS", help="length of all SFT examples (on a GPU), in place of different ones")
     add("--lora_rank", type=int, metavar="N", help="generate with adapters of this rank (on a GPU)")
     add("--quantization", choices=("none", "fp8"), help="generate with 8-bit copies of the weights (on a GPU)")
+    add("--kv_cache_dtype", choices=("auto", "fp8"), help="generate with keys and values in 8 bits (on a GPU)")
     add("--fp8", action="store_true", help="train with train.fp8 (on a GPU)")
     add("--sequences", type=int, metavar="N", help="completions generated together (on a GPU), or episodes at a time")
     add("--adapters", type=int, metavar="N", help="with --lora_rank: N adapters mixed in one batch")

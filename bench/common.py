@@ -46,6 +46,7 @@ class Options:
     rounds: int = 0  # of generation; the fastest counts
     row: int = 0  # tokens of every SFT example on a GPU, instead of different lengths
     quantization: str = "none"  # of the weights that generate
+    kv_cache_dtype: str = "auto"  # fp8: keys and values in 8 bits
     fp8: bool = False  # train with linear layers in 8 bits
     sequences: int = 0  # completions generated together on a GPU; 0: those of the shape
     lora_rank: int = 0  # of adapters in generation
@@ -57,6 +58,17 @@ class Options:
     picture: Path | None = None  # file for the curves
     redraw: bool = False
     command: str = "python -m bench"
+
+    @property
+    def engine_formats(self) -> dict[str, str]:
+        """The options of LocalEngine that say in how many bits it generates."""
+        return {"quantization": self.quantization, "kv_cache_dtype": self.kv_cache_dtype}
+
+    @property
+    def described_formats(self) -> str:
+        """What a row says about them."""
+        weights = " in fp8" if self.quantization == "fp8" else ""
+        return weights + (" with an fp8 KV cache" if self.kv_cache_dtype == "fp8" else "")
 
     def chosen(self, *on_gpu: str) -> list[str]:
         """Return the shapes to measure."""

@@ -1,7 +1,7 @@
 """Compare generation with log-probabilities with transformers' generate and vLLM.
 
     python -m bench generate [--shapes 0.5b,1.5b,7b,30b-a3b] [--sequences N] [--quantization fp8]
-        [--lora_rank R [--adapters N]] [--rounds N] [--profile]
+        [--kv_cache_dtype fp8] [--lora_rank R [--adapters N]] [--rounds N] [--profile]
 
 On a GPU: random bf16 weights of published shapes, 128 + 256 tokens per sequence, temperature 1, every completion at
 full length. `group` is the number of neighbours that share a prompt. On a CPU: 64 prompts of 16..128 tokens, taken from
@@ -49,15 +49,16 @@ def ours(engine: LocalEngine, requests: list[GenerationRequest]) -> None:
     assert all(sample.mask.sum() == COMPLETION for sample in samples)
 
 
-def limits_of(shape: Shape, requests: list[GenerationRequest], seconds: float) -> str:
+def limits_of(shape: Shape, requests: list[GenerationRequest], seconds: float, options: Options) -> str:
     """Describe FLOP/s, and bytes/s of reading the weights and each sequence's cache at every decode step."""
     different = {request.group: len(request.prompt) for request in requests}
     made = len(requests) * COMPLETION
     flops = 2.0 * (shape.layer_weights * (sum(different.values()) + made) + shape.head_weights * made)
     size = 2 if GPU else 4
-    cached = shape.layers * shape.cached_numbers * size  # bytes of a position
+    of_layers = 1 if options.quantization == "fp8" else size
+    cached = shape.layers * shape.cached_numbers * (1 if options.kv_cache_dtype == "fp8" else size)  # of a position
     seen = sum(COMPLETION * (len(request.prompt) + COMPLETION / 2) for request in requests)
-    read = COMPLETION * (shape.read_weights + shape.head_weights) * size + cached * seen
+    read = COMPLETION * (shape.read_weights * of_layers + shape.head_weights * size) + cached * seen
     return common.share_of_limits(flops, read, seconds)
 
 
@@ -159,7 +160,7 @@ def compare(
     result = Result(
         what=f"generation {name}, {len(requests)} sequences, groups of {group}, {COMPLETION} new tokens",
         ours=f"{made / best['ours']:,.0f} tokens/s",
-        limits="" if options.model else limits_of(SHAPES[name], requests, best["ours"]),
+        limits="" if options.model else limits_of(SHAPES[name], requests, best["ours"], options),
     )
     peers = []
     if beside is not None:
@@ -227,11 +228,11 @@ def our_results(name: str, options: Options) -> dict[int, tuple[Result, float]]:
         if folders:
             model = common.random_weights(shape)
         model.set_attn_implementation(attention.NAME)
-        how: dict[str, Any] = {"slots": shape.sequences, "frozen": bool(folders), "quantization": options.quantization}
+        how: dict[str, Any] = {"slots": shape.sequences, "frozen": bool(folders), **options.engine_formats}
         engine = LocalEngine(ModelRunner.from_model(model), None, **how)
         if folders:
             engine.use_adapters(folders)
-    name += " in fp8" if options.quantization == "fp8" else ""
+    name += options.described_formats
     first = requests_of(shape, GROUP, 0, adapters=options.adapters)
     ready = common.timed(lambda: engine.generate(first, Sampling(max_tokens=4)))
     print(f"generation {name}: first 4 tokens of {shape.sequences} sequences after {ready:.1f} s, graphs included")
@@ -243,7 +244,7 @@ def our_results(name: str, options: Options) -> dict[int, tuple[Result, float]]:
         result = Result(
             what=f"generation {name}, {shape.sequences} sequences, groups of {group}, {PROMPT} + {COMPLETION} tokens",
             ours=f"{shape.sequences * COMPLETION / seconds:,.0f} tokens/s{common.peak()}",
-            limits=limits_of(shape, work, seconds),
+            limits=limits_of(shape, work, seconds, options),
         )
         print(f"{result.what}: {result.ours}", flush=True)  # kept if the command is stopped before its end
         found[group] = (result, seconds)

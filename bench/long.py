@@ -1,6 +1,6 @@
 """Measure long completions of different lengths, as reasoning models generate them, with log-probabilities.
 
-    python -m bench long [--shapes 1.5b,7b] [--quantization fp8] [--rounds N] [--out FILE]
+    python -m bench long [--shapes 1.5b,7b] [--quantization fp8] [--kv_cache_dtype fp8] [--rounds N] [--out FILE]
 
 Random weights sample nearly uniformly at temperature 1. With K of V tokens as stop tokens, the length of a completion
 is geometric with mean V / K: most are short, a few reach the limit. The line names the mean and the longest length, the
@@ -72,7 +72,7 @@ def measure(name: str, options: Options) -> None:
     work, shape = WORK[name], SHAPES[name]
     model = common.random_weights(shape, positions=2 * work.max_tokens)
     model.set_attn_implementation(attention.NAME)
-    engine = LocalEngine(ModelRunner.from_model(model), None, quantization=options.quantization)
+    engine = LocalEngine(ModelRunner.from_model(model), None, **options.engine_formats)
     rng = np.random.default_rng(0)
     top = min(100_000, shape.vocabulary - 1)
     prompts = [rng.integers(work.stops, top, work.prompt).astype(np.int32) for _ in range(work.groups)]
@@ -92,7 +92,7 @@ def measure(name: str, options: Options) -> None:
             best, preemptions = seconds, engine.preemptions - before
             lengths = np.array([int(sample.mask.sum()) for sample in samples])
         assert torch.isfinite(torch.tensor(np.concatenate([sample.logprobs for sample in samples]))).all()
-    name += " in fp8" if options.quantization == "fp8" else ""
+    name += options.described_formats
     what = f"long generation {name}, {work.groups} x {work.completions} sequences, prompt {work.prompt}, at most "
     what += f"{work.max_tokens:,} (mean {lengths.mean():,.0f}, longest {lengths.max():,})"
     ours = f"{lengths.sum() / best:,.0f} tokens/s{common.peak()}, {preemptions} preemptions"

@@ -649,6 +649,10 @@ def check_engine(config: OnlineConfig, refuse: Refuse) -> None:
         "rollout.quantization is an option of the local engine: leave it out with rollout.engine vllm.",
     )
     refuse(
+        rollout.engine == "vllm" and rollout.kv_cache_dtype != "auto",
+        "rollout.kv_cache_dtype is of the local engine. Leave it out, and set kv_cache_dtype in rollout.vllm_options.",
+    )
+    refuse(
         rollout.engine == "vllm" and rollout.speculative_tokens > 0,
         "rollout.speculative_tokens is of the local engine. Leave it out, and set speculative_config in "
         "rollout.vllm_options.",

@@ -476,6 +476,9 @@ class RolloutConfig:
     quantization: Literal["none", "fp8"] = "none"
     """fp8: the local engine generates with 8-bit copies of the layers' weights, made again at each update; faster on
     GPUs with fp8, but sampler_kl grows."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """fp8: the local engine stores keys and values as 8-bit floats: half the memory and half the reading for long
+    completions, but sampler_kl grows; auto: the model's precision."""
     speculative_tokens: int = 0
     """Speculative decoding by the local engine: most tokens drafted per sequence and step, from n-grams of its prompt
     and completions; 0: off."""

@@ -68,6 +68,8 @@ class EngineSpec:
     """Of the local engine: beam search with this many beams; 0: tokens are sampled."""
     quantization: Literal["none", "fp8"] = "none"
     """Of the local engine: fp8 computes the layers with 8-bit copies of their weights."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Of the local engine: fp8 stores keys and values as 8-bit floats; auto: in the model's precision."""
     speculative_tokens: int = 0
     """Of the local engine: most drafted tokens of a sequence and step; 0: no speculative decoding."""
     speculative_max_sequences: int = SPECULATIVE_MAX_SEQUENCES
@@ -83,6 +85,7 @@ class EngineSpec:
         """Return the options of LocalEngine."""
         return {
             "quantization": self.quantization,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "speculative_tokens": self.speculative_tokens,
             "speculative_max_sequences": self.speculative_max_sequences,
         }

@@ -186,12 +186,13 @@ class GroupedAttention:
         """Attend from one or a few tokens per slot to all earlier ones."""
         qkv = self.qkv(x)
         cos, sin = (angle[0] for angle in angles)
-        keys, values = cache.layer(self.index, self.shape, self.shape, qkv)
-        query = self.kernels.rotate_and_store(qkv, cos, sin, cache.places, keys, values, *self.norms)
-        scaling = self.own.scaling
+        streams = cache.layer(self.index, self.shape, self.shape, qkv)
+        exponents = cache.exponents.get(self.index)
+        query = self.kernels.rotate_and_store(qkv, cos, sin, cache.places, *streams, *self.norms, exponents)
+        how = (self.own.scaling, self.window)
         if self.kernels is reference:
-            return cache.attend_reference(query, keys, values, scaling, self.window)
-        return self.kernels.attend(query, keys, values, cache.row_table, positions, cache.longest, scaling, self.window)
+            return cache.attend_reference(self.index, query, *how)
+        return self.kernels.attend(query, *streams, cache.row_table, positions, cache.longest, *how, exponents)
 
 
 class LatentAttention:

@@ -55,10 +55,20 @@ class KVCache:
     """
 
     def __init__(
-        self, slots: int, capacity: int, device: torch.device, blocks: int | None = None, block_size: int = BLOCK_SIZE
+        self,
+        slots: int,
+        capacity: int,
+        device: torch.device,
+        blocks: int | None = None,
+        block_size: int = BLOCK_SIZE,
+        *,
+        rounded: bool = False,
     ) -> None:
-        """`capacity`: most positions of a slot; `blocks`: of all slots together, by default what they could need."""
-        self.slots, self.device, self.block_size = slots, device, block_size
+        """`capacity`: most positions of a slot; `blocks`: of all slots together, by default what they could need.
+
+        `rounded`: store 8-bit floats. All passes then attend to what is stored, also those that have just computed it.
+        """
+        self.slots, self.device, self.block_size, self.rounded = slots, device, block_size, rounded
         columns = -(-capacity // block_size)
         self.capacity = columns * block_size
         self.pool = BlockPool(slots * columns if blocks is None else blocks, block_size)
@@ -67,6 +77,7 @@ class KVCache:
         self.changed_slots: set[int] = set()  # whose rows on the device are out of date
         self.decoding = False
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.exponents: dict[int, layer_kernels.Exponents] = {}  # by layer, of 8-bit floats
         # Of a prefill: token of the pass -> block and position in it that it is written to.
         self.source = self.block = self.offset = torch.empty(0, dtype=torch.long, device=device)
         # Of a prefill that continues a prompt: block and offset of all positions so far, and the layout of the pass.
@@ -113,6 +124,10 @@ class KVCache:
         """Return the keys and values of a layer; `key` and `value` are the shapes (heads, d) of one token."""
         if index not in self.layers:
             self.layers[index] = (self.allocate(key, like), self.allocate(value, like))
+            if self.rounded:
+                shapes = ((self.pool.count + 1, self.block_size, heads) for heads, _ in (key, value))
+                of_keys, of_values = (lazy_zeros(shape, torch.int8, self.device) for shape in shapes)
+                self.exponents[index] = (of_keys, of_values)
         return self.layers[index]
 
     def latents(self, index: int, width: int, rank: int, like: torch.Tensor) -> torch.Tensor:
@@ -120,6 +135,7 @@ class KVCache:
 
         They are its keys, and their first `rank` numbers its values.
         """
+        assert not self.rounded, "the local engine refuses fp8 for models with latent attention"
         if index not in self.layers:
             shape = (self.pool.count + 1, self.block_size, 1, width)
             stored = lazy_zeros(shape, like.dtype, self.device)
@@ -130,13 +146,15 @@ class KVCache:
         """Allocate zeros, since a masked key counts 0 times what is stored; on a CPU memory is used when written."""
         heads, width = shape
         blocks = self.pool.count + 1
+        if self.rounded:
+            return lazy_zeros((blocks, self.block_size, heads, width), torch.uint8, self.device).view(layer_kernels.FP8)
         if not self.stored_by_head(like):
             return lazy_zeros((blocks, self.block_size, heads, width), like.dtype, self.device)
         return lazy_zeros((blocks, heads, self.block_size, width), like.dtype, self.device).transpose(1, 2)
 
     def stored_by_head(self, like: torch.Tensor) -> bool:
         """Whether the values of a head are contiguous: EmbeddingBagAttention, in float32 on a CPU, reads by head."""
-        return self.device.type == "cpu" and like.dtype == torch.float32
+        return self.device.type == "cpu" and like.dtype == torch.float32 and not self.rounded
 
     # Experts
 
@@ -198,13 +216,27 @@ class KVCache:
         """Store keys and values of a prefill, [1, kv_heads, T, d]; returns those to attend to, and their layout."""
         streams = [stream[0].transpose(0, 1) for stream in (key, value)]
         stored = self.layer(layer, streams[0].shape[1:], streams[1].shape[1:], key)
-        for target, stream in zip(stored, streams, strict=True):
-            target[self.block, self.offset] = stream.index_select(0, self.source)
-        if self.prefix is None:
+        exponents = self.exponents.get(layer)
+        written = [stream.index_select(0, self.source) for stream in streams]
+        layer_kernels.write_vectors(stored, written, self.block, self.offset, exponents)
+        if self.prefix is not None:
+            block, offset, packing = self.prefix
+            streams = self.read(layer, block, offset, key.dtype)
+        elif exponents is not None:
+            rounded = map(layer_kernels.round_vectors, streams)
+            streams = [layer_kernels.restore_vectors(*pair, key.dtype) for pair in rounded]
+        else:
             return key, value, packing
-        block, offset, packing = self.prefix
-        key, value = (stream[block, offset].transpose(0, 1)[None] for stream in stored)
+        key, value = (stream.transpose(0, 1)[None] for stream in streams)
         return key, value, packing
+
+    def read(self, layer: int, block: torch.Tensor, offset: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the keys and values at some positions: [n, kv_heads, d] each."""
+        if layer not in self.exponents:
+            return [stream[block, offset] for stream in self.layers[layer]]
+        pairs = zip(self.layers[layer], self.exponents[layer], strict=True)
+        found = [(stream.view(torch.uint8)[block, offset].view(stream.dtype), e[block, offset]) for stream, e in pairs]
+        return [layer_kernels.restore_vectors(*pair, dtype) for pair in found]
 
     def store_latents(
         self, layer: int, latents: torch.Tensor, rank: int, packing: Packing
@@ -237,16 +269,16 @@ class KVCache:
 
     def attend_reference(
         self,
+        layer: int,
         query: torch.Tensor,  # [n, heads, d]
-        keys: torch.Tensor,
-        values: torch.Tensor,
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
         """Attend as reference.attend does; what layers have in common is computed once per step."""
-        table = self.row_table
+        table, (keys, values) = self.row_table, self.layers[layer]
         if not self.stored_by_head(query):
-            return reference.attend(query, keys, values, table, self.positions, self.longest, scaling, window)
+            how = (self.positions, self.longest, scaling, window, self.exponents.get(layer))
+            return reference.attend(query, keys, values, table, *how)
         kind = (window, query.shape[1], values.shape[2])
         if kind not in self.bag_attention:
             blocks = reference.row_blocks(self.positions, self.longest, window, query.dtype)
@@ -265,15 +297,15 @@ class KVCache:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend in a decode step of a model's own code, through nn/attention.py: [1, n, heads, d_value]."""
-        keys, values = self.layer(layer, key.shape[1::2], value.shape[1::2], key)
+        stored, new = self.layer(layer, key.shape[1::2], value.shape[1::2], key), (key[0], value[0])
+        exponents = self.exponents.get(layer)
         q = query[0].transpose(0, 1).contiguous()
         block, offset = self.places // self.block_size, self.places % self.block_size
-        keys[block, offset] = key[0].transpose(0, 1)
-        values[block, offset] = value[0].transpose(0, 1)
+        layer_kernels.write_vectors(stored, [stream.transpose(0, 1) for stream in new], block, offset, exponents)
         if softcap is None and sinks is None:
-            return self.attend_reference(q, keys, values, scaling, sliding_window)[None]
+            return self.attend_reference(layer, q, scaling, sliding_window)[None]
         mask = reference.visible_mask(self.positions, self.longest, sliding_window)[:, None, None]
-        k, v = (reference.gather_blocks(stream, self.row_table, self.longest) for stream in (keys, values))
+        k, v = reference.gather_streams(stored, self.row_table, self.longest, exponents, q.dtype)
         grouped = q.view(len(q), k.shape[1], -1, q.shape[2])
         return plain_attention(grouped, k, v, mask, scaling, softcap, sinks).reshape(1, *q.shape[:2], v.shape[3])
 
@@ -297,8 +329,11 @@ def keeps_latents(config: Any, device: torch.device) -> bool:
     return device.type == "cuda" and config.model_type in LATENT_TYPES
 
 
-def bytes_per_position(config: Any, dtype: torch.dtype, *, latents: bool) -> int:
-    """Estimate the memory of one token in all layers: of its keys and values, or of latents where there are some."""
+def bytes_per_position(config: Any, dtype: torch.dtype, *, latents: bool, rounded: bool = False) -> int:
+    """Estimate the memory of one token in all layers: of its keys and values, or of latents where there are some.
+
+    `rounded`: they are 8-bit floats, with one exponent of 8 bits per vector.
+    """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     both = 2 * heads * width
@@ -306,4 +341,6 @@ def bytes_per_position(config: Any, dtype: torch.dtype, *, latents: bool) -> int
         both = config.kv_lora_rank + config.qk_rope_head_dim
     elif getattr(config, "kv_lora_rank", None) and getattr(config, "v_head_dim", None):  # of each head
         both = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    if rounded:
+        return config.num_hidden_layers * (both + 2 * heads)
     return config.num_hidden_layers * both * dtype.itemsize

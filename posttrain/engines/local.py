@@ -72,6 +72,7 @@ class LocalEngine:
         cache_blocks: int | None = None,
         block_size: int = BLOCK_SIZE,
         quantization: str = "none",
+        kv_cache_dtype: str = "auto",
         speculative_tokens: int = 0,
         speculative_max_sequences: int = SPECULATIVE_MAX_SEQUENCES,
     ) -> None:
@@ -79,6 +80,7 @@ class LocalEngine:
 
         `record_experts`: samples of a mixture of experts name the experts of each token.
         `quantization`: fp8 computes the layers with 8-bit copies of the current weights.
+        `kv_cache_dtype`: fp8 stores keys and values as 8-bit floats.
         `cache_blocks`: blocks of the KV cache, each of `block_size` tokens; by default as many as memory allows.
         `speculative_tokens`: most drafted tokens of a sequence and step, with at most `speculative_max_sequences`
         active; 0: no drafts. Completions are the same up to rounding.
@@ -91,6 +93,9 @@ class LocalEngine:
                 "code, one token at a time. Leave it out."
             )
         self.device = next(runner.model.parameters()).device
+        self.rounded_cache = kv_cache_dtype == "fp8"
+        if self.rounded_cache:
+            self.check_rounded_cache()
         self.routers = routers_of(runner.model) if record_experts else []
         self.max_slots = slots or default_slots(self.device)
         self.may_use_more_slots = slots is None
@@ -231,6 +236,16 @@ class LocalEngine:
                 "16, and layers with adapters need a GPU."
             )
 
+    def check_rounded_cache(self) -> None:
+        """Raise UsageError if the KV cache cannot hold 8-bit floats."""
+        name = type(self.runner.model).__name__
+        if self.own_code is not None:
+            raise UsageError(f"kv_cache_dtype fp8: {name} generates with its own cache. Leave it out.")
+        if getattr(self.runner.model.config, "kv_lora_rank", None):
+            raise UsageError(f"kv_cache_dtype fp8: the cache of {name} holds latents, which stay exact. Leave it out.")
+        if not has_fp8(self.device):
+            raise UsageError("kv_cache_dtype fp8 needs a GPU with fp8 (compute capability 8.9 or newer).")
+
     def prepare(self, longest_prompt: int, count: int, sampling: Sampling) -> ModelExecutor:
         """Return an executor for `count` requests at a time; the existing one if that is large enough.
 
@@ -261,7 +276,8 @@ class LocalEngine:
             self.allocated = wanted
             if self.device.type == "cpu":
                 torch.empty(MALLOC_THRESHOLD_BYTES, dtype=torch.uint8)  # freed at once
-            cache = KVCache(slots, capacity, self.device, self.blocks_for(slots, capacity), self.block_size)
+            blocks = self.blocks_for(slots, capacity)
+            cache = KVCache(slots, capacity, self.device, blocks, self.block_size, rounded=self.rounded_cache)
             if self.routers:
                 cache.record_experts(len(self.routers), self.routers[0].top_k)
             self.executor = ModelExecutor(
@@ -327,7 +343,8 @@ class LocalEngine:
     @property
     def bytes_per_position(self) -> int:
         dtype = next(self.runner.model.parameters()).dtype
-        return bytes_per_position(self.runner.model.config, dtype, latents=self.decoder is not None)
+        config, latents = self.runner.model.config, self.decoder is not None
+        return bytes_per_position(config, dtype, latents=latents, rounded=self.rounded_cache)
 
 
 class RequestStream:

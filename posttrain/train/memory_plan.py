@@ -465,7 +465,8 @@ def kv_cache_bytes(config: Config, model: Any, device: torch.device, dtype: torc
     completions = config.train.batch_size * config.rollout.samples_per_prompt
     longest = max(map(len, largest), default=config.data.max_length + config.rollout.max_tokens)
     text_config = model.get_text_config()
-    slot = longest * bytes_per_position(text_config, dtype, latents=keeps_latents(text_config, device))
+    latents, rounded = keeps_latents(text_config, device), config.rollout.kv_cache_dtype == "fp8"
+    slot = longest * bytes_per_position(text_config, dtype, latents=latents, rounded=rounded)
     return min(default_slots(device), -(-completions // sharding_of(config).devices)) * slot
 
 

@@ -202,6 +202,7 @@ def rollout_engine(config: OnlineConfig) -> EngineSpec:
         config.rollout.engine,
         options,
         quantization=config.rollout.quantization,
+        kv_cache_dtype=config.rollout.kv_cache_dtype,
         speculative_tokens=config.rollout.speculative_tokens,
         speculative_max_sequences=config.rollout.speculative_max_sequences,
     )

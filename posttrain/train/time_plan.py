@@ -148,7 +148,8 @@ def estimate_time(
 
 def generation_key(config: OnlineConfig, lengths: Lengths) -> tuple[Any, ...]:
     placed, size = config.cluster.of("rollout"), vllm_engine_size(config)
-    return ("generate", config.model.path, placed.place, placed.devices, size, config.rollout.quantization, lengths)
+    formats = (config.rollout.quantization, config.rollout.kv_cache_dtype)
+    return ("generate", config.model.path, placed.place, placed.devices, size, formats, lengths)
 
 
 def generate_time(
@@ -158,7 +159,8 @@ def generate_time(
     placed, size = config.cluster.of("rollout"), vllm_engine_size(config)
     dtype = compute_dtype(config.model, device)
     hf_config = memory.counted_model(config.model, "token", dtype).config.get_text_config()
-    cache = bytes_per_position(hf_config, dtype, latents=keeps_latents(hf_config, device))
+    latents, rounded = keeps_latents(hf_config, device), config.rollout.kv_cache_dtype == "fp8"
+    cache = bytes_per_position(hf_config, dtype, latents=latents, rounded=rounded)
     options, shares = config.rollout.vllm_options, shares_learners(config, "rollout")
     weights = work.element_size * work.parameters / size
     per_slot = cache * (lengths.prompt + config.rollout.max_tokens)

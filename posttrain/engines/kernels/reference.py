@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from posttrain.nn.kernels.reference import Exponents, restore_vectors
 from posttrain.nn.kernels.reference import add_low_rank as add_low_rank
 from posttrain.nn.kernels.reference import add_norm as add_norm
 from posttrain.nn.kernels.reference import combine_rows as combine_rows
@@ -50,10 +51,11 @@ def attend(
     longest: int,  # no row has more keys
     scaling: float | None,
     window: int | None,
+    exponents: Exponents | None = None,  # of a cache of 8-bit floats
 ) -> torch.Tensor:
     """Attend from each row to its own slot: [n, heads, d_value]. Each key is read once for all its query heads."""
     blocks = row_blocks(positions, longest, window, query.dtype)
-    return torch.cat([attend_block(query, keys, values, table, block, scaling) for block in blocks])
+    return torch.cat([attend_block(query, keys, values, table, block, scaling, exponents) for block in blocks])
 
 
 def attend_latents(
@@ -82,6 +84,19 @@ def gather_blocks(stream: torch.Tensor, table: torch.Tensor, longest: int) -> to
     return found[:, :longest].transpose(1, 2)
 
 
+def gather_streams(
+    streams: Sequence[torch.Tensor], table: torch.Tensor, longest: int, exponents: Exponents | None, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Copy keys and values out of their blocks, see `gather_blocks`; of 8-bit floats what they stand for."""
+    if exponents is None:
+        return [gather_blocks(stream, table, longest) for stream in streams]
+    found = []
+    for stream, exponent in zip(streams, exponents, strict=True):
+        rounded = gather_blocks(stream.view(torch.uint8), table, longest).view(stream.dtype)
+        found.append(restore_vectors(rounded, gather_blocks(exponent[..., None], table, longest)[..., 0], dtype))
+    return found
+
+
 def row_blocks(positions: torch.Tensor, longest: int, window: int | None, dtype: torch.dtype) -> list[RowBlock]:
     """Divide rows into small blocks on a CPU, where masked keys cost as much as others; elsewhere into one block."""
     count, size = len(positions), ROWS_PER_BLOCK if positions.device.type == "cpu" else len(positions)
@@ -101,12 +116,13 @@ def attend_block(
     table: torch.Tensor,
     block: RowBlock,
     scaling: float | None,
+    exponents: Exponents | None,
 ) -> torch.Tensor:
     """Attend from the rows of one block."""
     heads, width = query.shape[1:]
     kv_heads = keys.shape[2]
     q = query[block.rows].view(-1, kv_heads, heads // kv_heads, width)
-    k, v = (gather_blocks(stream, table[block.rows], block.longest) for stream in (keys, values))
+    k, v = gather_streams((keys, values), table[block.rows], block.longest, exponents, query.dtype)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, scale=scaling).reshape(len(q), heads, -1)
 
 

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from posttrain.nn.kernels.reference import Exponents
 from posttrain.nn.kernels.triton import add_low_rank as add_low_rank
 from posttrain.nn.kernels.triton import add_norm as add_norm
 from posttrain.nn.kernels.triton import combine_rows as combine_rows
@@ -42,6 +43,7 @@ def attend(
     longest: int,  # not used: a CUDA graph must serve every length
     scaling: float | None,
     window: int | None,
+    exponents: Exponents | None = None,
 ) -> torch.Tensor:
     rows, heads, width = query.shape
     size, kv_heads = keys.shape[1:3]
@@ -55,10 +57,11 @@ def attend(
     block = min(block, size)
     assert size % block == 0 and block >= 16, f"blocks of {size} positions: the kernel reads {block} of one at a time"
     attend_kernel[(rows, kv_heads, splits)](
-        query, keys, values, table, positions, partial, weights, width**-0.5 if scaling is None else scaling,
-        table.stride(0), rows, window or capacity, splits, KV_HEADS=kv_heads, GROUP=group,
-        GROUP_BLOCK=max(16, triton.next_power_of_2(group)), WIDTH=width, WIDTH_BLOCK=width_block, SIZE=size,
-        BLOCK=block, SPLIT=splits > 1, num_warps=warps, num_stages=stages,
+        query, keys, values, *(exponents or (None, None)), table, positions, partial, weights,
+        width**-0.5 if scaling is None else scaling, table.stride(0), rows, window or capacity, splits,
+        KV_HEADS=kv_heads, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), WIDTH=width,
+        WIDTH_BLOCK=width_block, SIZE=size, BLOCK=block, SPLIT=splits > 1, ROUNDED=exponents is not None,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(rows * heads,)](
@@ -74,9 +77,9 @@ def tile(bytes_per_key: int) -> tuple[int, int, int]:
 
 @triton.jit(do_not_specialize=["columns", "rows", "window", "splits"])
 def attend_kernel(
-    query, keys, values, table, positions, out, weights, scaling, columns, rows, window, splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    query, keys, values, key_exponents, value_exponents, table, positions, out, weights, scaling, columns, rows,
+    window, splits, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     member, column = tl.arange(0, GROUP_BLOCK), tl.arange(0, WIDTH_BLOCK)
@@ -105,14 +108,18 @@ def attend_kernel(
         spot = stored[:, None] * (KV_HEADS * WIDTH) + kv_head * WIDTH + column[None, :]
         # The next iteration's entry is loaded early: its keys can then be loaded without waiting for it.
         block = tl.load(entries + (start + BLOCK) // SIZE, mask=start + BLOCK < end, other=0)
-        k = tl.load(keys + spot, mask=there, other=0.0)
+        k = tl.load(keys + spot, mask=there, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+        if ROUNDED:
+            scores *= power_of_two(key_exponents + stored * KV_HEADS + kv_head, visible)[None, :]
         scores = tl.where(visible[None, :], scores, -1.0e30)
         higher = tl.maximum(most, tl.max(scores, 1))
         mass = tl.exp(scores - higher[:, None])
         fade = tl.exp(most - higher)
-        v = tl.load(values + spot, mask=there, other=0.0)
+        v = tl.load(values + spot, mask=there, other=0.0).to(q.dtype)
         total = total * fade + tl.sum(mass, 1)
+        if ROUNDED:
+            mass *= power_of_two(value_exponents + stored * KV_HEADS + kv_head, visible)[None, :]
         gathered = gathered * fade[:, None] + tl.dot(mass.to(v.dtype), v, input_precision="ieee")
         most = higher
     gathered = gathered / tl.where(total > 0, total, 1.0)[:, None]
@@ -121,6 +128,13 @@ def attend_kernel(
         flat = (split * rows + row) * KV_HEADS * GROUP + head
         tl.store(weights + flat, most, mask=member < GROUP)
         tl.store(weights + splits * rows * KV_HEADS * GROUP + flat, total, mask=member < GROUP)
+
+
+@triton.jit
+def power_of_two(exponents, mask):
+    """As reference.power_of_two, of the exponents at these addresses."""
+    exponent = tl.load(exponents, mask=mask, other=0).to(tl.int32)
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 def attend_latents(

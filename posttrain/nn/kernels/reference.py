@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -50,8 +51,12 @@ def rotate_and_store(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    exponents: Exponents | None = None,
 ) -> torch.Tensor:
-    """Rotate queries and keys, and write keys and values into the cache; returns the queries: [n, heads, d]."""
+    """Rotate queries and keys, and write keys and values into the cache; returns the queries: [n, heads, d].
+
+    `exponents`: of a cache of 8-bit floats, see `round_vectors`.
+    """
     rows, (kv_heads, width) = len(qkv), keys.shape[2:]
     heads = qkv.shape[1] // width - 2 * kv_heads
     rotated, value = qkv.view(rows, -1, width).split([heads + kv_heads, kv_heads], 1)
@@ -61,9 +66,49 @@ def rotate_and_store(
     rotated = rotated * cos[:, None] + rotate_half(rotated) * sin[:, None]
     query, key = rotated.split([heads, kv_heads], 1)
     block, offset = places // keys.shape[1], places % keys.shape[1]
-    keys[block, offset] = key
-    values[block, offset] = value
+    write_vectors((keys, values), (key, value), block, offset, exponents)
     return query
+
+
+Exponents = tuple[torch.Tensor, torch.Tensor]
+"""Of the keys and of the values of a cache of 8-bit floats: [blocks, block size, kv_heads] int8 each."""
+
+
+def round_vectors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round vectors [..., d] to 8-bit floats with one power of two each; returns them and its exponents, [...] int8.
+
+    The scale is the smallest power of two with which no element is above the largest 8-bit float. Its product with an
+    8-bit float is exact in half precision too, so that all passes that read the cache compute with the same numbers.
+    """
+    mantissa, exponent = torch.frexp(x.abs().amax(-1).float().clamp(min=SMALLEST_VECTOR))
+    exponent = exponent - 9 + (mantissa > FP8_LARGEST / 2**9)
+    return (x.float() * power_of_two(-exponent)[..., None]).to(FP8), exponent.to(torch.int8)
+
+
+def restore_vectors(rounded: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers that `round_vectors` rounded to."""
+    return (rounded.float() * power_of_two(exponents)[..., None]).to(dtype)
+
+
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """Return 2**exponent in float32, exactly."""
+    return ((exponents.int() + 127) << 23).view(torch.float32)
+
+
+def write_vectors(
+    targets: tuple[torch.Tensor, torch.Tensor],  # keys and values of a cache
+    streams: Sequence[torch.Tensor],  # [n, kv_heads, d] each
+    block: torch.Tensor,  # [n], and the offset in each: where they are written
+    offset: torch.Tensor,
+    exponents: Exponents | None,
+) -> None:
+    """Write keys and values into a cache, rounded if it holds 8-bit floats."""
+    for i, (target, stream) in enumerate(zip(targets, streams, strict=True)):
+        if exponents is None:
+            target[block, offset] = stream
+        else:
+            rounded, exponents[i][block, offset] = round_vectors(stream)
+            target.view(torch.uint8)[block, offset] = rounded.view(torch.uint8)
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -299,6 +344,7 @@ def combine_rows(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor 
 
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
+SMALLEST_VECTOR = 1e-30  # the largest element of vectors with a scale of their own; those of smaller ones round to 0
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -98,6 +98,7 @@ SPECIAL = {
     "rollout.prompts_per_stage": 0,  # refused beside rollout.ahead and rollout.replay
     "rollout.router_replay": False,  # refused beside another rollout.engine and rollout.replay
     "rollout.quantization": "none",  # likewise
+    "rollout.kv_cache_dtype": "auto",  # likewise
     "rollout.speculative_tokens": 0,  # likewise
     "rollout.agent": "",  # refused beside rollout.environment
     "rollout.tools": [],  # refused beside rollout.environment

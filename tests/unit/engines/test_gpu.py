@@ -78,6 +78,37 @@ def test_rotation_and_attention(dtype, width, kv_heads, heads, size):
 
 
 @pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize(("width", "kv_heads", "heads", "size"), [(8, 2, 4, 64), (64, 2, 14, 16), (128, 4, 28, 64)])
+def test_rotation_and_attention_with_8_bit_keys_and_values(dtype, width, kv_heads, heads, size):
+    from posttrain.engines.kernels import triton
+
+    rows, columns = 37, 1024 // size
+    blocks = rows * columns + 1
+    caches = [reference.round_vectors(random(blocks, size, kv_heads, width, dtype=dtype)) for _ in range(2)]
+    streams, exponents = zip(*caches, strict=True)
+    copies, copied = ([tensor.clone() for tensor in tensors] for tensors in (streams, exponents))
+    table = (torch.randperm(blocks - 1, device="cuda") + 1).view(rows, -1).int()
+    positions = torch.randint(0, 1000, (rows,), device="cuda")
+    positions[:2] = torch.tensor([0, size * columns - 1])
+    places = table.gather(1, positions[:, None] // size)[:, 0].long() * size + positions % size
+    cos, sin = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype)
+    qkv = random(rows, (heads + 2 * kv_heads) * width, dtype=dtype)
+    norm = random(width, dtype=dtype)
+    expected = reference.rotate_and_store(qkv, cos, sin, places, *streams, norm, norm, 1e-6, exponents)
+    close(triton.rotate_and_store(qkv, cos, sin, places, *copies, norm, norm, 1e-6, copied), expected, dtype, 8)
+    for found, its, stream, exponent in zip(copies, copied, streams, exponents, strict=True):
+        ours, theirs = (reference.restore_vectors(*pair, torch.float32) for pair in ((found, its), (stream, exponent)))
+        # A last bit before rounding may lead to the next 8-bit float, an eighth away at most.
+        assert ((ours - theirs).abs() <= theirs.abs() / 7 + 8 * KINDS[dtype]).all()
+        assert (ours != theirs).float().mean() < (0.001 if dtype == torch.float32 else 0.02)
+    for window in (None, 100):
+        for few in (rows, 2):  # few rows: the cache is split among programs
+            query = random(few, heads, width, dtype=dtype)
+            arguments = (query, *streams, table[:few], positions[:few], size * columns, None, window, exponents)
+            close(triton.attend(*arguments), reference.attend(*arguments), dtype)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize(("heads", "rank", "rope"), [(128, 512, 64), (20, 28, 8)])
 def test_attention_to_latents(heads, rank, rope, dtype):
     from posttrain.engines.kernels import triton
@@ -332,6 +363,24 @@ def test_quantized_weights_in_captured_steps(adapted):
             for parameter in model.parameters():
                 parameter.mul_(1.1)
     assert engine.executor.graphs is not None and engine.executor.graphs.captured and engine.decoder.quantized
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("dtype", KINDS)
+def test_a_cache_of_8_bit_floats_in_captured_steps(name, dtype):
+    """Close to the trainer; with too little memory, where sequences are computed again, and with drafts too."""
+    sampling = Sampling(max_tokens=48, stop_ids=(8,))
+    for how in ({}, {"cache_blocks": 12, "block_size": 16}, {"speculative_tokens": 4}):
+        engine = engine_for(name, dtype, kv_cache_dtype="fp8", **how)
+        for _ in range(2):  # the second time by graphs alone, where there are some
+            samples = engine.generate(asked(), sampling)
+            with torch.no_grad():
+                out = forward(engine.runner, collate(samples, "cuda"), Wanted())
+            error = np.abs(out.logprobs.cpu().numpy() - np.concatenate([sample.logprobs for sample in samples]))
+            assert 0 < error.mean() < 0.03, (how, error.mean(), error.max())
+        assert bool(engine.preemptions) == ("cache_blocks" in how)
+        assert name == "gpt2" or engine.executor.graphs.captured
+        assert all(key.dtype == torch.float8_e4m3fn for key, _ in engine.executor.cache.layers.values())
 
 
 def test_the_largest_logits_by_blocks():

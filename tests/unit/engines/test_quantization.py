@@ -87,12 +87,13 @@ def test_what_cannot_be_quantized_is_refused():
         engine_for(adapted, quantization="fp8").generate(requests(), SAMPLING)
 
 
-def test_a_run_with_quantized_rollouts(tmp_path, monkeypatch):
+@pytest.mark.parametrize("option", ["quantization", "kv_cache_dtype"])
+def test_a_run_with_rollouts_in_8_bits(option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{i}+{i + 1}=", "answer": str(2 * i + 1)} for i in range(8)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--train.max_steps", "2", "--train.batch_size", "4", "--rollout.max_tokens", "8"]
-    options += ["--rollout.samples_per_prompt", "2", "--reward", write_judge(tmp_path), "--rollout.quantization", "fp8"]
+    options += ["--rollout.samples_per_prompt", "2", "--reward", write_judge(tmp_path), f"--rollout.{option}", "fp8"]
     assert command("grpo", "--model", "pico", "--data", "prompts.jsonl", *options, "--output_dir", "run") == 0
     kl = [row["sampler_kl"] for row in rows_of(tmp_path / "run/metrics.jsonl")]
     assert len(kl) == 2 and all(0 < value < 0.05 for value in kl), kl

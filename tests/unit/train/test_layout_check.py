@@ -234,6 +234,21 @@ def test_8_bit_copies_count_where_the_local_engine_generates(capsys):
     assert "8-bit weights" not in ledger(*apart, *fp8), "they are on the devices that generate"
 
 
+def test_an_8_bit_kv_cache_needs_about_half_of_the_memory(capsys):
+    options = ["--model.path", "pico", "--reward", "gsm8k", "--model.dtype", "bfloat16"]
+
+    def planned(*more: str) -> int:
+        config = read("grpo", [*options, *more], data=False)
+        model = memory.empty_model(config.model, "token", torch.bfloat16)
+        return memory_plan.kv_cache_bytes(config, model.config, torch.device("cpu"), torch.bfloat16, [])
+
+    exact, rounded = planned(), planned("--rollout.kv_cache_dtype", "fp8")
+    width = memory.empty_model(read("grpo", options, data=False).model, "token", torch.bfloat16).config.head_dim
+    assert rounded == pytest.approx(exact * (width + 1) / (2 * width), rel=1e-6) and exact > 0
+    with pytest.raises(UsageError, match=r"set kv_cache_dtype in rollout\.vllm_options"):
+        read("grpo", [*options, "--rollout.engine", "vllm", "--rollout.kv_cache_dtype", "fp8"], data=False)
+
+
 def test_a_copy_that_is_freed_while_training_counts_while_generating(capsys):
     options = ["--model.path", "pico", "--reward", "gsm8k", "--cluster.devices", "2", "--rollout.max_tokens", "8"]
     config = read("grpo", [*options, "--data.max_length", "64"], data=False)

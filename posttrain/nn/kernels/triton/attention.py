@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from posttrain.nn.kernels.reference import SMALLEST_VECTOR, Exponents
 from posttrain.nn.kernels.triton.layers import PROGRAMS
 
 
@@ -21,23 +22,25 @@ def rotate_and_store(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    exponents: Exponents | None = None,
 ) -> torch.Tensor:
     rows, (kv_heads, width) = len(qkv), keys.shape[2:]
     heads = qkv.shape[1] // width - 2 * kv_heads
     query = qkv.new_empty(rows, heads, width)
     rotate_and_store_kernel[(rows,)](
-        qkv, cos, sin, places, q_norm, k_norm, query, keys, values, eps,
+        qkv, cos, sin, places, q_norm, k_norm, query, keys, values, *(exponents or (None, None)), eps,
         HEADS=heads, KV_HEADS=kv_heads, WIDTH=width, ALL_HEADS=triton.next_power_of_2(heads + 2 * kv_heads),
-        BLOCK=triton.next_power_of_2(width // 2), NORM=q_norm is not None, num_warps=4,
+        BLOCK=triton.next_power_of_2(width // 2), NORM=q_norm is not None, ROUNDED=exponents is not None,
+        SMALLEST=SMALLEST_VECTOR, num_warps=4,
     )  # fmt: skip
     return query
 
 
 @triton.jit
 def rotate_and_store_kernel(
-    qkv, cos, sin, places, q_norm, k_norm, query, keys, values, eps,
+    qkv, cos, sin, places, q_norm, k_norm, query, keys, values, key_exponents, value_exponents, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, ALL_HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, ROUNDED: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = WIDTH // 2
@@ -70,14 +73,27 @@ def rotate_and_store_kernel(
     to_query = query + row * HEADS * WIDTH + head * WIDTH
     tl.store(to_query + low, out_1.to(kind), mask=inside & is_query)
     tl.store(to_query + high, out_2.to(kind), mask=inside & is_query)
-    spot = tl.load(places + row).to(tl.int64) * KV_HEADS * WIDTH
-    to_key = keys + spot + (head - HEADS) * WIDTH
-    is_key = real & (head >= HEADS) & (head < HEADS + KV_HEADS)
-    tl.store(to_key + low, out_1.to(kind), mask=is_key)
-    tl.store(to_key + high, out_2.to(kind), mask=is_key)
-    to_value = values + spot + (head - HEADS - KV_HEADS) * WIDTH
-    tl.store(to_value + low, first.to(kind), mask=real & is_value)
-    tl.store(to_value + high, second.to(kind), mask=real & is_value)
+    place = tl.load(places + row).to(tl.int64)
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    stored_1 = tl.where(is_value, first, out_1.to(kind).to(tl.float32))
+    stored_2 = tl.where(is_value, second, out_2.to(kind).to(tl.float32))
+    if ROUNDED:  # as reference.round_vectors, with the bits of float32: exponent and mantissa
+        largest = tl.max(tl.where(inside, tl.maximum(tl.abs(stored_1), tl.abs(stored_2)), 0.0), 1)[:, None]
+        bits = tl.maximum(largest, SMALLEST).to(tl.int32, bitcast=True)
+        exponent = ((bits >> 23) & 255) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+        stored_1, stored_2 = stored_1 * inverse, stored_2 * inverse
+        at = place * KV_HEADS + head - HEADS
+        tl.store(key_exponents + at, exponent.to(tl.int8), mask=is_key)
+        is_own_value = is_value & (head < HEADS + 2 * KV_HEADS)
+        tl.store(value_exponents + at - KV_HEADS, exponent.to(tl.int8), mask=is_own_value)
+    stored_1, stored_2 = stored_1.to(keys.dtype.element_ty), stored_2.to(keys.dtype.element_ty)
+    to_key = keys + place * KV_HEADS * WIDTH + (head - HEADS) * WIDTH
+    tl.store(to_key + low, stored_1, mask=real & is_key)
+    tl.store(to_key + high, stored_2, mask=real & is_key)
+    to_value = values + place * KV_HEADS * WIDTH + (head - HEADS - KV_HEADS) * WIDTH
+    tl.store(to_value + low, stored_1, mask=real & is_value)
+    tl.store(to_value + high, stored_2, mask=real & is_value)
 
 
 def rotate_backward(
