@@ -67,7 +67,8 @@ class Callback:
 class EarlyStopping(Callback):
     """Stops the run when a metric has not improved in `patience` measurements in a row.
 
-    A resumed run continues the count: measurements of before are read from metrics.jsonl.
+    A resumed run continues the count: measurements of before are read from metrics.jsonl. One that would already have
+    been stopped makes no further step; give it more patience to train on.
     """
 
     def __init__(
@@ -90,12 +91,16 @@ class EarlyStopping(Callback):
         self.best, self.since_best = math.inf, 0
         for row in state.history:
             self.measure(row)
+        self.stop_without_improvement(state)
 
     def on_step(self, state: TrainingState) -> None:
         if state.step == state.max_steps and self.metric not in {key for row in state.history for key in row}:
             raise UsageError(f"EarlyStopping: no step has logged the metric {self.metric!r}")
         self.measure(state.metrics)
-        if self.since_best >= self.patience and self.metric in state.metrics:
+        self.stop_without_improvement(state)
+
+    def stop_without_improvement(self, state: TrainingState) -> None:
+        if self.since_best >= self.patience:
             best = self.best if self.mode == "min" else -self.best
             state.stop(f"{self.metric} has not improved on {best:.4g} in {self.since_best} measurements")
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from posttrain.checkpoints.checkpoint import FileEntries
 from posttrain.cluster.base import Workers, split_evenly
 from posttrain.cluster.local import LocalWorkers
+from posttrain.core.errors import UsageError
 from posttrain.core.types import ExpertUse, Floats, Ints, Objective, Sample, SamplingDistribution, WeightVersion
 from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
 from posttrain.engines.local import LocalEngine
@@ -73,9 +74,13 @@ class LearnerGroup:
 
     @contextmanager
     def saved_weights(self) -> Iterator[None]:
-        """Compute with the weights that a checkpoint gets; an error ends the run, so nothing is restored after one."""
+        """Compute with the weights that a checkpoint gets; after an error of a worker nothing is restored."""
         self.workers.call("use_average")
-        yield
+        try:
+            yield
+        except UsageError:  # of options of the evaluation: the run can still be saved
+            self.workers.call("use_trained")
+            raise
         self.workers.call("use_trained")
 
     def evaluate(self, samples: Sequence[Sample], objective: Objective) -> Sums:

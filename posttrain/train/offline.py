@@ -51,7 +51,11 @@ class OfflineLoop:
             metrics = self.train_step(self.next_batch())
             profiler.after(self.step)
             if (run.data.eval or self.tasks) and due(self.step, config.eval.every_steps, steps):
-                with run.log.phase("eval"), self.policy.saved_weights():
+                with (
+                    run.log.phase("eval"),
+                    run.saved_if_refused(self.step, self.policy),
+                    self.policy.saved_weights(),
+                ):
                     metrics |= self.evaluate()
             if self.step == steps and self.algorithm.head == "score":
                 with run.log.phase("eval"):

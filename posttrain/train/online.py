@@ -96,7 +96,11 @@ class OnlineLoop:
             metrics = self.train_step(experience)
             profiler.after(self.step)
             if (self.held_out is not None or self.tasks is not None) and due(self.step, config.eval.every_steps, steps):
-                with run.log.phase("eval"), suppress(RunStoppedError):  # the stop follows below
+                with (
+                    run.log.phase("eval"),
+                    run.saved_if_refused(self.step, self.policy),
+                    suppress(RunStoppedError),  # the stop follows below
+                ):
                     metrics |= self.evaluate()
             run.callbacks.call("on_step", self.step, metrics=run.log.step(self.step, metrics))
             self.check_mismatch(metrics)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 import shlex
 import signal
 import threading
@@ -40,9 +41,14 @@ from posttrain.train.inputs import NO_INPUTS, RunInputs
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.run_data import RunData, check_lengths, describe, load_data, previews
 from posttrain.train.run_directory import RunDirectory, StopSignals
+from posttrain.train.task_eval import remove_evaluations_after
 from posttrain.train.verification import find_checkpoint
 
-SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "failures")  # words in names of metrics
+# Parts of names of metrics, and whole words of them, of which smaller values are better.
+SMALLER_IS_BETTER = re.compile(
+    r"loss|perplexity|bits_per_byte|failures|truncated|error|brier|"
+    r"(?<![a-z])(kl|nll|ppl|ter|wer|cer|mse|rmse|mae)(?![a-z])"
+)
 RESUMED_KEYS = ("step", "position", "progress", "fingerprints", "rng", "config")  # of a checkpoint's state.json
 ORDER_OPTIONS = ("seed", "data.shuffle")  # with other values of these, the stream has other examples at a position
 DATA_FINGERPRINTS = ("data", "evaluation data")
@@ -83,7 +89,7 @@ def best_metric(config: Config) -> tuple[str, Literal["min", "max"]]:
     name = chosen or ("reward" if isinstance(config, OnlineConfig) else "loss")
     mode = config.eval.metric_mode
     if mode == "auto":
-        mode = "min" if any(word in name for word in SMALLER_IS_BETTER) else "max"
+        mode = "min" if SMALLER_IS_BETTER.search(name.lower()) else "max"
     return f"eval/{name}", mode
 
 
@@ -111,6 +117,7 @@ class Progress:
     best: float | None = None  # the best value of eval.metric_for_best_model so far
     best_step: int | None = None
     best_metric: str = ""  # whose value it is; empty in checkpoints of earlier versions: the default one
+    best_mode: str = ""  # min or max: how values were compared
     skipped_in_a_row: int = 0
     skipped: int = 0
     micro_batch_tokens: int = 0  # of smaller micro-batches, since the run was out of memory; 0: as configured
@@ -209,6 +216,9 @@ class Run:
                 log.phases.add("resume", verification_seconds)
             for line in (*data.train.descriptions, *describe(config, data, folder.path)):
                 log.message(line)
+            if config.eval.metric_for_best_model:
+                metric, mode = best_metric(config)
+                log.message(f"best checkpoint: the {'smallest' if mode == 'min' else 'largest'} {metric}")
             if too_long:
                 log.warn(too_long)
             signals = stack.enter_context(StopSignals())
@@ -242,6 +252,15 @@ class Run:
                 run.finish_save_after(error)
                 raise
 
+    @contextmanager
+    def saved_if_refused(self, step: int, policy: LearnerGroup) -> Iterator[None]:
+        """Save before an evaluation refuses an option, which ends the run: the steps before it were good."""
+        try:
+            yield
+        except UsageError as error:
+            self.save(step, policy)
+            raise UsageError(f"{error}\nStep {step} is saved; with another value: {self.resume_command()}") from None
+
     def note_best(self, step: int, metrics: dict[str, float]) -> None:
         """Remember this step if its evaluation is the best so far; `metrics`: those of the evaluation."""
         name, mode = best_metric(self.config)
@@ -251,9 +270,9 @@ class Run:
                 f"Choose one of: {', '.join(each.removeprefix('eval/') for each in metrics)}"
             )
         value, progress = metrics[name], self.progress
-        if progress.best_metric not in ("", name):
+        if progress.best_metric not in ("", name) or progress.best_mode not in ("", mode):
             progress.best = progress.best_step = None
-        progress.best_metric = name
+        progress.best_metric, progress.best_mode = name, mode
         if not math.isfinite(value):
             return
         if progress.best is None or (value < progress.best if mode == "min" else value > progress.best):
@@ -269,6 +288,7 @@ class Run:
         if newest is None:
             if self.config.resume:
                 self.log.message("no checkpoint yet: starting from step 0")
+                remove_evaluations_after(self.directory.path, 0)
             else:
                 first = self.data.train.examples[:3]
                 self.log.samples(0, [row for example in first for row in previews(self.tokenizer, example)])
@@ -289,6 +309,7 @@ class Run:
         self.data.stream.position = state["position"]
         random_state.restore_rng(state["rng"])
         self.saved_step = state["step"]
+        remove_evaluations_after(self.directory.path, self.saved_step)
         self.data_changes = state.get("data_changes", []) + self.data_changes
         self.write_config()
         self.log.message(f"resuming from step {state['step']} ({newest})")

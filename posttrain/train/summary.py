@@ -106,7 +106,10 @@ def closing_message(run: Run, step: int, metrics: dict[str, float]) -> str:
     evaluation, best = run.config.eval, ""
     if run.progress.best_step and (evaluation.metric_for_best_model or evaluation.early_stopping_patience):
         best = f"; best {run.progress.best_metric} {run.progress.best:.4g} at step {run.progress.best_step}"
+    more = run.resume_command("N")
+    if step < run.data.steps and evaluation.early_stopping_patience:
+        more += " --eval.early_stopping_patience 0"  # with the same patience it would stop at once
     return (
         f"{done}{skipped}; {shown or 'nothing left to do'}{best}. Run directory: {run.directory.path}\n"
-        f"{samples}export: posttrain export {folder} OUT    train more: {run.resume_command('N')}"
+        f"{samples}export: posttrain export {folder} OUT    train more: {more}"
     )

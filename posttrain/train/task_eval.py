@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,6 +52,13 @@ class TaskEval:
         scores = self.policy.evaluate_tasks(replace(self.settings, log_dir=str(folder / "inspect")))
         scores.write(folder)
         return {metric_name(name): figure.value for name, figure in scores.figures.items()}
+
+
+def remove_evaluations_after(run_directory: Path, step: int) -> None:
+    """Delete evaluations of later steps, which a resumed run makes again, maybe with other weights."""
+    for folder in (run_directory / EVALUATIONS).glob("step-*"):
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
 
 
 def metric_name(figure: str) -> str:

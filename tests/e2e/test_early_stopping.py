@@ -3,7 +3,11 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from posttrain.config.sections import Config, EvalConfig
+from posttrain.train.run import best_metric
 from tests.e2e.commands import command, rows_of
 
 
@@ -24,6 +28,14 @@ def test_a_run_that_does_not_improve_ends(options, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "stopped early after 6 of 20 steps: eval/loss has not improved" in said and "at step 2" in said
     assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} == {"step-00000002", "step-00000006"}
+    # Resumed, it does what it would have done without the interruption: nothing.
+    assert command("sft", "--output_dir", "run", "--resume") == 0
+    assert len(rows_of(tmp_path / "run/metrics.jsonl")) == 6
+    said = capsys.readouterr().out
+    assert "stopped early after 6 of 20" in said
+    more = said.rpartition("train more: posttrain ")[2].split()
+    assert command(*["8" if word == "N" else word for word in more]) == 0
+    assert len(rows_of(tmp_path / "run/metrics.jsonl")) == 8
 
 
 @pytest.mark.parametrize("mode", ["max", "auto"])
@@ -42,8 +54,62 @@ def test_the_metric_decides_which_checkpoint_is_the_best(mode, options, tmp_path
 
 def test_a_metric_that_is_not_measured_is_named(options, capsys):
     wrong = ["--eval.metric_for_best_model", "f1", "--output_dir", "wrong"]
-    assert command("sft", *options, *wrong, "--train.max_steps", 1) == 2
+    train = [
+        "sft",
+        *options,
+        "--train.max_steps",
+        2,
+        "--train.optimizer",
+        "schedule_free",
+        "--train.lr_scheduler",
+        "constant",
+    ]
+    assert command(*train, *wrong) == 2
     assert "eval.metric_for_best_model is f1" in (said := capsys.readouterr().err) and "loss" in said
+    # The steps before are not lost, and the weights are the trained ones again.
+    assert "Step 2 is saved" in said
+    assert command(*train, "--output_dir", "good") == 0
+    for name in ("model/model.safetensors", "optimizer.safetensors"):
+        left, right = (load_file(f"{run}/checkpoints/step-00000002/{name}") for run in ("wrong", "good"))
+        assert left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+    corrected = ["--eval.metric_for_best_model", "loss", "--train.max_steps", 3]
+    assert command("sft", "--output_dir", "wrong", "--resume", *corrected) == 0
+
+
+def test_a_metric_that_is_compared_in_the_other_direction_starts_anew(options, tmp_path):
+    """The loss falls: the smallest value of the first steps must not be taken for the largest one."""
+    chosen = ["--eval.metric_for_best_model", "loss", "--eval.every_steps", 1]
+    train = ["--train.learning_rate", "3e-3", "--train.max_steps", 2, "--output_dir", "run"]
+    assert command("sft", *options, *train, *chosen) == 0
+    assert command("sft", "--output_dir", "run", "--resume", "--train.max_steps", 4, "--eval.metric_mode", "max") == 0
+    state = json.loads((tmp_path / "run/checkpoints/step-00000004/state.json").read_text())
+    assert state["progress"]["best_step"] == 3
+
+
+def test_a_resumed_run_forgets_later_evaluations(options, tmp_path):
+    assert command("sft", *options, "--train.max_steps", 2, "--output_dir", "run") == 0
+    for step in (2, 3):
+        (tmp_path / f"run/evals/step-{step:08}").mkdir(parents=True)
+    assert command("sft", "--output_dir", "run", "--resume", "--train.max_steps", 3) == 0
+    assert [path.name for path in (tmp_path / "run/evals").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("loss", "min"),
+        ("gsm8k/exact_match", "max"),
+        ("wikitext/word_perplexity", "min"),
+        ("mmlu/brier_score", "min"),
+        ("wmt16/ter", "min"),
+        ("after/letters", "max"),
+        ("asr/WER", "min"),
+        ("kl", "min"),
+    ],
+)
+def test_the_direction_follows_from_the_name(name, mode):
+    config = Config(eval=EvalConfig(metric_for_best_model=name))
+    assert best_metric(config) == (f"eval/{name}", mode)
 
 
 @pytest.mark.parametrize(

@@ -181,14 +181,16 @@ def test_early_stopping_by_a_metric_continues_its_count_after_a_resume(tmp_path)
     constant = {"metrics": {"constant": lambda _: 1.0}, "eval_data": ROWS["chat"], "eval": {"every_steps": 1}}
     given = constant | FAST | {"max_steps": 9, "output_dir": "run"}
 
-    def stopping():
-        return posttrain.EarlyStopping("eval/constant", patience=3)
+    def stopping(patience=3):
+        return posttrain.EarlyStopping("eval/constant", patience=patience)
 
     result = posttrain.sft("pico", ROWS["chat"], callbacks=[stopping()], **given)
     assert result.steps == 4 and "eval/constant has not improved on 1 in 3" in result.stopped_early
     assert max((tmp_path / "run/checkpoints").iterdir()).name == "step-00000004"
     again = posttrain.sft("pico", ROWS["chat"], callbacks=[stopping()], resume=True, **given)
-    assert again.steps == 5
+    assert again.steps == 4 and again.stopped_early == result.stopped_early  # as if it had not been interrupted
+    more = posttrain.sft("pico", ROWS["chat"], callbacks=[stopping(patience=5)], resume=True, **given)
+    assert more.steps == 6
     with pytest.raises(posttrain.UsageError, match="no step has logged the metric 'eval/los'"):
         wrong = posttrain.EarlyStopping("eval/los")
         posttrain.sft("pico", ROWS["chat"], callbacks=[wrong], max_steps=1, output_dir="other", **FAST)
