@@ -30,9 +30,13 @@ class StartedRun:
     command: str
 
     def describe(self) -> dict[str, Any]:
+        exit_code = self.process.poll()  # first: what it printed before it ended is then all there
+        return {"command": self.command, "exit_code": exit_code, "output": self.end_of_output(OUTPUT_BYTES)}
+
+    def end_of_output(self, limit: int) -> str:
+        """Return the last bytes that the process has printed, as text."""
         size = os.fstat(self.output.fileno()).st_size
-        text = os.pread(self.output.fileno(), OUTPUT_BYTES, max(0, size - OUTPUT_BYTES))
-        return {"command": self.command, "exit_code": self.process.poll(), "output": text.decode("utf-8", "replace")}
+        return os.pread(self.output.fileno(), limit, max(0, size - limit)).decode("utf-8", "replace")
 
 
 @dataclass(slots=True)
@@ -92,9 +96,11 @@ def start(arguments: list[str]) -> StartedRun:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         with contextlib.suppress(OSError):
             output.close()
+        if isinstance(error, UnicodeError):
+            raise ApiError(400, "the values have a letter that no command can have: half of a surrogate pair") from None
         raise ApiError(500, f"cannot be started: {error.strerror}") from None
     return StartedRun(process, output, shlex.join(["posttrain", *arguments]))
 

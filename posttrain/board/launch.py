@@ -44,6 +44,7 @@ from posttrain.endpoint.errors import ApiError
 NOT_IN_THE_FORM = {"resume", "allow_changed_data", "quiet"}
 MAX_OPTIONS = 400  # of one request
 MAX_LETTERS = 20_000  # of one value
+REPORT_BYTES = 64 * 2**20  # of a data check, which has the first examples as they are
 MAX_JOBS = 200  # started by this board; older ones that have ended are forgotten
 PRESETS = Path("configs")  # of the directory in which the board was started
 CHECKS = ("data", "plan")
@@ -270,7 +271,7 @@ class Job:
     def describe(self) -> dict[str, Any]:
         found = self.started.describe() | {"job": self.id, "kind": self.kind, "output_dir": self.output_dir}
         if self.kind == "data" and found["exit_code"] is not None:
-            found["report"] = last_object(found["output"])
+            found["report"] = last_object(self.started.end_of_output(REPORT_BYTES))
         return found
 
 
@@ -317,12 +318,17 @@ class Launcher:
             used = {job.output_dir for job in self.jobs.values()}
             numbered = (root / f"{verb}-{number:03}" for number in range(1, 100_000))
             return next(path for path in numbered if not path.exists() and str(path) not in used)
-        path = Path(wanted).expanduser()
-        path = (path if path.is_absolute() or len(path.parts) > 1 else root / path).resolve()
-        if not any(path != known and path.is_relative_to(known) for known in self.roots):
+        try:
+            path = Path(wanted).expanduser()
+            path = (path if path.is_absolute() or len(path.parts) > 1 else root / path).resolve()
+            is_below = any(path != known and path.is_relative_to(known) for known in self.roots)
+            is_used = is_below and path.exists() and any(path.iterdir() if path.is_dir() else [path])
+        except (OSError, RuntimeError, UnicodeError) as error:  # too long, a directory of others, no such user
+            raise UsageError(f"output_dir is {wanted[:200]}: {error}. Choose another name") from None
+        if not is_below:
             names = ", ".join(map(str, self.roots))
             raise UsageError(f"output_dir is {wanted}: a run that the board starts must be below {names}. Give a name")
-        if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
+        if is_used:
             raise UsageError(f"output_dir is {wanted}: there is something already. Choose another name")
         return path
 

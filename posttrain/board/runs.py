@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
+from posttrain.algorithms import ALGORITHMS
 from posttrain.board.files import RunFolder, complete_lines
 from posttrain.checkpoints.checkpoint import CHECKPOINT_NAME
 from posttrain.config.compare import flat
@@ -167,6 +168,8 @@ class BoardRun:
         _, host = self.owner()
         if host and host != socket.gethostname():
             return "unknown", f"its process is on {host}, which cannot be asked from here"
+        if str(self.config().get("verb")) not in ALGORITHMS and self.folder.stat("logs", LOG) is None:
+            return "unknown", "it has ended without a result and keeps no log: what the command printed says why"
         return "killed", "its process is gone, and has not written why"
 
     def last_event(self) -> tuple[str, str]:

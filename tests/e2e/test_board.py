@@ -220,6 +220,51 @@ def test_hostile_text_stays_text(shown, browser):
             assert '"city": "<i>Rome</i>"' in browser.text() and "sunny" in browser.text()
 
 
+def test_names_show_their_control_characters(tmp_path, shown, browser):
+    """Names of runs and of metrics, in texts, titles and attributes: none can hide or reorder what surrounds it."""
+    metrics = [{"step": n, "lo\u202ess\x1b": 1.0 / n} for n in (1, 2)]
+    make_run(tmp_path / "runs/a\u202eb\x1b", metrics=metrics)
+    with board(tmp_path / "runs") as server:
+        (run,) = server.board.list.find()
+        pages = {
+            "": "document.querySelector('.runs tbody tr .pill')",
+            f"run/{run.id}": "document.querySelector('.facts')",
+            f"run/{run.id}/curves?metrics=lo%E2%80%AEss%1B": "document.querySelector('canvas[aria-label*=Last]')",
+            f"compare/config?runs={run.id}": "document.querySelector('table.options')",
+        }
+        for page, condition in pages.items():
+            browser.open(f"{server.address}/#/{page}")
+            browser.wait(condition)
+            read = "[...document.querySelectorAll('[title], [aria-label]')].flatMap(e => [e.title, e.ariaLabel])"
+            said = browser.evaluate(f"[document.title, document.body.textContent, ...{read}].join(' ')")
+            assert "a\\u202eb\u241b" in said and "\u202e" not in said and "\x1b" not in said, page
+        browser.call("Page.navigate", url="about:blank")
+    shown.browser.requests.clear()
+
+
+def test_ratios_that_only_rounding_made_differ_from_1_have_no_colour(tmp_path, shown, browser):
+    def ratios(*shifts):
+        return {"logprobs": [-0.5] * 4, "old_logprobs": [-0.5 + shift for shift in shifts]}
+
+    rows = [row(step=1, **ratios(0, 1e-6, -1e-6, 0)), row(step=2, **ratios(0, 0.4, -0.4, 1e-6))]
+    make_run(tmp_path / "runs/a", rows=rows)
+    colours = (
+        "[...document.querySelectorAll('.tokens [data-i]')].map(t => "
+        "Number(/([\\d.e-]+)\\)$/.exec(getComputedStyle(t).backgroundColor)[1]) > 0.05)"
+    )
+    with board(tmp_path / "runs") as server:
+        (run,) = server.board.list.find()
+        for number, expected in ((0, [False] * 4), (1, [False, True, True, False])):
+            browser.open(f"{server.address}/#/group/{run.id}/{number}?color=ratio")
+            browser.wait("document.querySelectorAll('.tokens [data-i]').length === 4")
+            assert browser.evaluate(colours) == expected
+            ends = "[e.firstChild, e.lastChild].map(n => Number(n.textContent))"
+            low, high = browser.evaluate(f"(e => {ends})(document.querySelector('.scale').parentElement)")
+            assert low < high
+        browser.call("Page.navigate", url="about:blank")
+    shown.browser.requests.clear()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_fits_a_phone(shown, browser, scheme):
     browser.size(390, 844, mobile=True)
@@ -243,6 +288,8 @@ def test_every_page_fits_a_phone(shown, browser, scheme):
         for route in routes:
             visit(shown, route, "document.querySelector('main').innerText.length > 60")
             assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), route
+            cut = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
+            assert browser.evaluate(cut) == 0, route
             assert browser.evaluate("document.documentElement.dataset.theme") == scheme
     finally:
         browser.size(1200, 900)
@@ -330,6 +377,10 @@ def test_a_run_is_stopped_with_the_token_and_not_without(tmp_path, shown, browse
             browser.evaluate("sessionStorage.clear()")
             browser.open(f"{server.address}/")
             browser.wait("document.body.innerText.includes('needs its token')")
+            browser.evaluate(f"location.hash = '#token={TOKEN}'")  # pasted into the open page
+            browser.wait("document.querySelector('.runs tbody tr .pill')")
+            assert TOKEN not in browser.evaluate("location.href")
+            browser.call("Page.navigate", url="about:blank")
         finally:
             process.kill()
             process.communicate()

@@ -1,5 +1,6 @@
 // Requests to this server. The token is taken from the address once and kept for this tab.
-const given = /[#&]token=([^&]+)/.exec(location.hash);
+export const TOKEN = /[#&]token=([^&]+)/;
+const given = TOKEN.exec(location.hash);
 if (given) {
   sessionStorage.setItem("token", decodeURIComponent(given[1]));
   history.replaceState(null, "", location.pathname + "#/");

@@ -1,5 +1,5 @@
 // Line charts on a canvas: linear or logarithmic, values under the pointer or by arrow keys, a part of the axis, PNG.
-import { h, number, color, save } from "./dom.js";
+import { h, number, color, save, visible } from "./dom.js";
 
 const LEFT = 56, RIGHT = 12, TOP = 10, BOTTOM = 26;
 const FEW_POINTS = 40; // of a curve: each is marked, so that one sees where values are
@@ -17,7 +17,8 @@ function logTicks(low, high) {
   const ticks = [], first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
   const every = Math.max(1, Math.ceil((last - first) / 6));
   for (let e = first; e <= last; e += every) for (const f of last - first <= 2 ? [1, 2, 5] : [1]) ticks.push(f * 10 ** e);
-  return ticks.filter(t => t >= low * 0.999 && t <= high * 1.001);
+  const inside = ticks.filter(t => t >= low * 0.999 && t <= high * 1.001);
+  return inside.length > 1 ? inside : niceTicks(low, high, 4).filter(t => t > 0); // a part of a decade
 }
 const short = value => {
   const size = Math.abs(value);
@@ -89,7 +90,7 @@ export class Chart {
     }).filter(s => s.x.length);
     this.xs = [...new Set(this.series.flatMap(s => s.x))].sort((a, b) => a - b);
     const last = this.series.map(s => `${s.label}: ${number(s.y[s.y.length - 1])}`).join(", ");
-    this.canvas.setAttribute("aria-label", `${this.title} by ${xLabel}. Last values: ${last || "none"}. Arrow keys read values.`);
+    this.canvas.setAttribute("aria-label", visible(`${this.title} by ${xLabel}. Last values: ${last || "none"}. Arrow keys read values.`));
     this.draw();
   }
 
@@ -130,7 +131,7 @@ export class Chart {
       g.fillStyle = text; g.fillText(short(tick), LEFT - 7, y);
     }
     g.textBaseline = "top"; g.textAlign = "center";
-    for (const tick of niceTicks(x0, x1, Math.max(2, Math.floor(width / 110)))) {
+    for (const tick of niceTicks(x0, x1, Math.max(3, Math.floor(width / 80)))) {
       if (px(tick) > width - RIGHT - 46 && this.xLabel) continue;
       g.fillStyle = text; g.fillText(short(tick), px(tick), height - BOTTOM + 8);
     }
@@ -195,11 +196,11 @@ export class Chart {
     canvas.width = width * scale; canvas.height = (this.height + legend) * scale;
     const g = canvas.getContext("2d");
     g.scale(scale, scale); g.fillStyle = css("--card"); g.fillRect(0, 0, width, this.height + legend);
-    g.fillStyle = css("--text"); g.font = "600 15px system-ui, sans-serif"; g.fillText(this.title, 12, 21);
+    g.fillStyle = css("--text"); g.font = "600 15px system-ui, sans-serif"; g.fillText(visible(this.title), 12, 21);
     g.font = "12px system-ui, sans-serif";
     named.forEach((s, i) => {
       const x = 14 + (i % 3) * 295, y = 34 + Math.floor(i / 3) * 20;
-      g.fillStyle = cssColor(s.color); g.fillRect(x, y, 11, 11); g.fillStyle = css("--text"); g.fillText(s.label.slice(0, 44), x + 17, y + 10);
+      g.fillStyle = cssColor(s.color); g.fillRect(x, y, 11, 11); g.fillStyle = css("--text"); g.fillText(visible(s.label).slice(0, 44), x + 17, y + 10);
     });
     g.drawImage(inner, 0, legend, width, this.height);
     this.draw();

@@ -2,7 +2,8 @@
 import { h, number, field, long, select, visible } from "./dom.js";
 import { get } from "./api.js";
 
-export const rewardText = c => c.failure ? h("span", { class: "reward bad" }, "failed") : h("span", { class: `reward ${advantageOf(c) > 0 ? "good" : advantageOf(c) < 0 ? "bad" : ""}` }, number(c.reward));
+// A reward is coloured by what it means for training: the sign of the advantage.
+export const rewardText = c => c.failure ? h("span", { class: "reward bad" }, "failed") : h("span", { class: `reward ${advantageOf(c) > 0 ? "good" : advantageOf(c) < 0 ? "bad" : ""}`, title: c.advantage === null ? "no advantage is recorded" : `advantage ${number(advantageOf(c), 3)}` }, number(c.reward));
 // An advantage that only rounding made differ from 0 is 0.
 export const advantageOf = c => c.advantage !== null && Math.abs(c.advantage) < 1e-6 ? 0 : c.advantage;
 
@@ -43,7 +44,7 @@ export async function showCompletions(page, run, box) {
     bars.hidden = ends.hidden = s.histogram.counts.length < 2;
     ends.replaceChildren(...(bars.hidden ? [] : [h("span", {}, number(s.histogram.edges[0])), h("span", {}, "rewards, count by value"), h("span", {}, number(s.histogram.edges.at(-1)))]));
     bars.replaceChildren(...s.histogram.counts.map((n, i) => { const [a, b] = [s.histogram.edges[i], s.histogram.edges[i + 1]]; return h("button", { disabled: !n, title: `${number(n)} with a reward from ${number(a)} to ${number(b)}`, "aria-label": `${n} with a reward from ${number(a)} to ${number(b)}`, style: { height: `${n ? Math.max(4, 100 * n / most) : 1}%` }, on: { click: () => { values.min_reward = controls.min_reward.value = String(a); page.remember({ min_reward: String(a) }); set("max_reward", String(b)); } } }); }));
-    summary.replaceChildren(h("span", {}, h("b", {}, number(found.matching)), ` of ${number(s.all)} completions`, values.text ? " before the search" : ""), h("span", { class: "muted small" }, [s.mean_reward !== null ? `mean reward ${number(s.mean_reward)}` : "", s.mean_length !== null ? `mean length ${number(s.mean_length)}` : "", `${number(s.failed)} failed`, `${number(s.truncated)} cut off`, s.unreadable ? `${number(s.unreadable)} unreadable` : "", s.last_step !== null ? `steps ${number(s.first_step)} to ${number(s.last_step)}` : ""].filter(Boolean).join(" · ")));
+    summary.replaceChildren(h("span", {}, h("b", {}, number(found.matching)), ` of ${number(s.all)} completions`, values.text ? " before the search" : ""), h("span", { class: "muted small" }, [s.mean_reward !== null ? `mean reward ${number(s.mean_reward)}` : "", s.mean_length !== null ? `mean length ${number(s.mean_length)}` : "", `${number(s.failed)} failed`, `${number(s.truncated)} cut off`, s.unreadable ? `${number(s.unreadable)} unreadable` : "", s.last_step !== null ? `steps ${number(s.first_step)} to ${number(s.last_step)}` : "", "rewards are green or red by the sign of the advantage"].filter(Boolean).join(" · ")));
     const index = found.index, building = index.of && index.bytes < index.of && !index.error;
     progress.replaceChildren(...(building ? [h("div", { class: "muted small" }, `reading the record: ${number(index.rows)} completions so far`), h("progress", { max: index.of, value: index.bytes })] : index.error ? [h("p", { class: "notice bad" }, `rollouts.jsonl cannot be read: ${index.error}`)] : []));
     return building;

@@ -16,7 +16,7 @@ export async function showConfig(page, runs, box) {
   search.addEventListener("input", draw);
   only.addEventListener("change", () => { page.remember(several ? { all: only.checked ? "" : "yes" } : { changed: only.checked ? "yes" : "" }); draw(); });
   const yaml = several ? null : h("button", { on: { click: () => save(new Blob([found.texts[0]], { type: "text/yaml" }), "config.yaml") } }, "YAML");
-  box.replaceChildren(h("section", { class: "card stack" }, h("div", { class: "row" }, search, h("label", {}, only, "only differences"), count, h("span", { class: "space" }), several || !runs[0].verb ? null : h("a", { class: "button", href: `#/launch?from=${runs[0].id}` }, "New run with these"), yaml),
-    h("div", { class: "scroll" }, h("table", { class: "options" }, h("thead", {}, h("tr", {}, h("th", {}, "option"), runs.map((run, i) => h("th", {}, several ? [swatch(i), " "] : null, several ? run.name : "value")))), body))));
+  box.replaceChildren(h("section", { class: "card stack" }, h("div", { class: "row" }, search, h("label", {}, only, several ? "only differences" : "only changed options"), count, h("span", { class: "space" }), several || !runs[0].verb ? null : h("a", { class: "button", href: `#/launch?from=${runs[0].id}` }, "New run with these"), yaml),
+    h("div", { class: "scroll" }, h("table", { class: several ? "options" : "options one" }, h("thead", {}, h("tr", {}, h("th", {}, "option"), runs.map((run, i) => h("th", {}, several ? [swatch(i), " "] : null, several ? run.name : "value")))), body))));
   draw();
 }

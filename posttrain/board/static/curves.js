@@ -37,7 +37,7 @@ export async function showCurves(page, runs, box) {
   } } }, swatch(i));
   const legend = runs.length > 1 ? h("div", { class: "legend" }, runs.map((run, i) => h("span", {}, toggle(run, i), h("a", { href: `#/run/${run.id}` }, run.name)))) : null;
   box.replaceChildren(h("div", { class: "curves" }, h("aside", { class: "card picker" }, filter, list),
-    h("div", { class: "stack" }, h("section", { class: "card row" }, h("label", {}, "smoothing", smoothing, shownSmoothing), h("label", {}, log, "log scale"), h("label", {}, "by", axisBox), reset, h("span", { class: "space" }), csv, legend), note, grid)));
+    h("div", { class: "stack" }, h("section", { class: "card row" }, h("label", {}, "smoothing", smoothing, shownSmoothing), h("label", {}, log, "log scale"), h("label", {}, "axis", axisBox), reset, h("span", { class: "space" }), csv, legend), note, grid)));
 
   function pick() {
     const groups = new Map();

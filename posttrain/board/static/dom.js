@@ -1,4 +1,7 @@
-// Builds elements. Everything that a run wrote goes through text nodes; there is no way here to insert markup.
+const SPOKEN = new Set(["title", "aria-label", "placeholder"]); // attributes that people read
+
+// Builds elements. Everything that a run wrote goes through text nodes, with control characters made visible; there is
+// no way here to insert markup.
 export function h(tag, props = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
@@ -8,9 +11,9 @@ export function h(tag, props = {}, ...children) {
     else if (name === "style") Object.assign(element.style, value);
     else if (name === "data") Object.assign(element.dataset, value);
     else if (name === "value" || name === "checked" || name === "disabled") element[name] = value;
-    else element.setAttribute(name, value === true ? "" : value);
+    else element.setAttribute(name, value === true ? "" : SPOKEN.has(name) ? visible(value) : value);
   }
-  element.append(...children.flat(9).filter(child => child !== null && child !== undefined && child !== false));
+  element.append(...children.flat(9).filter(child => child !== null && child !== undefined && child !== false).map(child => typeof child === "string" ? visible(child) : child));
   return element;
 }
 

@@ -7,6 +7,7 @@ const interval = f => `[${number(f.low)}, ${number(f.high)}]`;
 
 export async function showEvaluations(page, run, box) {
   const { evaluations, others } = await get("evaluations", { run: run.id }, page.signal);
+  if (!evaluations.length && run.verb === "eval") { box.replaceChildren(card("", h("p", { class: "empty" }, run.reason ? `There is no result: ${run.reason}.` : "There is no result yet."))); return; }
   if (!evaluations.length) { box.replaceChildren(card("", h("p", { class: "empty" }, "No evaluation of this run yet. Options eval.harness and eval.tasks evaluate during training; ", h("code", {}, "posttrain eval"), " evaluates afterwards."))); return; }
   const names = [...new Set(evaluations.flatMap(e => Object.keys(e.figures)))], compared = h("div", { class: "stack" });
   const every = [...evaluations.map(e => [e.id, e.label]), ...others.map(e => [e.id, e.label])];

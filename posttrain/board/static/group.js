@@ -7,6 +7,7 @@ const FEW_TOKENS = 2500;
 const NAMES = { logprobs: "log-probability (sampler)", old_logprobs: "log-probability (trainer)", ref_logprobs: "log-probability (reference)", ratio: "ratio trainer / sampler", "logprobs - ref_logprobs": "log-ratio policy / reference", advantages: "advantage", values: "value", returns: "return", entropy: "entropy" };
 const NOT_RECORDED = "none recorded";
 const CENTRE = { ratio: 1, advantages: 0, "logprobs - ref_logprobs": 0 };
+const FULL_COLOUR = { ratio: 0.01, advantages: 1e-6, "logprobs - ref_logprobs": 0.01 }; // the least distance from the centre that has it: rounding has none
 const mix = (name, share) => `color-mix(in srgb, var(${name}) ${Math.round(100 * Math.min(1, Math.max(0, share)))}%, transparent)`;
 
 // Returns value -> background of one kind of values, over all completions of the group.
@@ -14,8 +15,8 @@ function painter(kind, completions) {
   if (["none", "mask", NOT_RECORDED].includes(kind)) return () => "";
   const all = completions.flatMap(c => c.tokens?.streams[kind] || []).filter(v => v !== null);
   if (kind in CENTRE) {
-    const most = all.reduce((m, v) => Math.max(m, Math.abs(v - CENTRE[kind])), 0) || 1;
-    return v => v === CENTRE[kind] ? "" : mix(v > CENTRE[kind] ? "--c4" : "--c3", 0.1 + 0.55 * Math.abs(v - CENTRE[kind]) / most);
+    const most = all.reduce((m, v) => Math.max(m, Math.abs(v - CENTRE[kind])), FULL_COLOUR[kind]);
+    return v => v === CENTRE[kind] ? "" : mix(v > CENTRE[kind] ? "--c4" : "--c3", 0.65 * Math.abs(v - CENTRE[kind]) / most);
   }
   if (kind.endsWith("logprobs")) return v => mix("--c1", 0.72 * (1 - Math.exp(Math.max(-8, v))) ** 1.5);
   const low = all.reduce((m, v) => Math.min(m, v), Infinity), high = all.reduce((m, v) => Math.max(m, v), -Infinity);
@@ -27,7 +28,9 @@ function scale(kind, completions) {
   if (!all.length) return null;
   const low = all.reduce((m, v) => Math.min(m, v), Infinity), high = all.reduce((m, v) => Math.max(m, v), -Infinity), paint = painter(kind, completions);
   const stops = [0, 0.25, 0.5, 0.75, 1].map(part => paint(low + part * (high - low)) || "transparent");
-  return h("span", { class: "row small muted" }, number(low, 3), h("span", { class: "scale", style: { background: `linear-gradient(90deg, ${stops.join(", ")})` } }), number(high, 3));
+  let digits = 3;
+  while (digits < 9 && low !== high && number(low, digits) === number(high, digits)) digits += 1;
+  return h("span", { class: "row small muted" }, number(low, digits), h("span", { class: "scale", style: { background: `linear-gradient(90deg, ${stops.join(", ")})` } }), number(high, digits));
 }
 
 export async function showGroup(page) {
@@ -48,7 +51,7 @@ export async function showGroup(page) {
   const rewards = readable.filter(c => !c.failure && c.reward !== null).map(c => c.reward), mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1);
   page.main.replaceChildren(h("div", { class: "stack" },
     h("div", { class: "top", style: { marginBottom: 0 } }, h("h1", {}, `Step ${number(group.step)}, group ${number(group.group)}`), h("span", { class: "muted" }, `${number(group.count)} completions${rewards.length ? `, mean reward ${number(mean)}` : ""}${group.count > completions.length ? `, the first ${completions.length} are shown` : ""}`), h("span", { class: "space" }),
-      h("button", { disabled: before === null, title: "Previous group ([)", on: { click: () => go(before) } }, "← previous"), h("button", { disabled: after === null, title: "Next group (])", on: { click: () => go(after) } }, "next →")),
+      h("span", { class: "row together" }, h("button", { disabled: before === null, title: "Previous group ([)", on: { click: () => go(before) } }, "← previous"), h("button", { disabled: after === null, title: "Next group (])", on: { click: () => go(after) } }, "next →"))),
     first ? h("section", { class: "card" }, h("div", { class: "row between" }, h("h2", { style: { margin: 0 } }, "Prompt"), h("span", { class: "muted small wrap" }, visible(first.origin))), conversation(first.whole ? promptOf(first) : first.messages), first.columns && first.columns !== "{}" ? h("details", {}, h("summary", { class: "muted small" }, "columns of the example"), h("div", { class: "pre mono" }, visible(first.columns))) : null) : null,
     h("section", { class: "card row" }, h("label", {}, "colour", select(kind, [["none", "none"], ["mask", "trained tokens"], ...kinds.map(k => [k, NAMES[k] || k]), ...(kinds.includes("entropy") ? [] : [[NOT_RECORDED, "entropy, ratio: not recorded"]])], value => { kind = value; page.remember({ color: value }); draw(); })), legend, hint, h("label", {}, wholeBox, "with the prompt"), h("label", {}, edgesBox, "token edges"), h("span", { class: "space" }), h("label", {}, "order", select(order, [["reward", "by reward"], ["recorded", "as recorded"], ["length", "by length"]], value => { order = value; page.remember({ order: value }); draw(); }))),
     first && first.tokens && !first.tokens.texts ? h("p", { class: "notice" }, "The run has not saved a checkpoint yet, so the texts of single tokens are not known; their numbers are shown.") : null, side));
@@ -77,7 +80,7 @@ export async function showGroup(page) {
       if (!span) { info.textContent = ""; return; }
       span.classList.add("here");
       const i = Number(span.dataset.i), values = place[i] < 0 ? ["not trained on"] : Object.entries(streams).map(([name, v]) => `${NAMES[name] || name} ${number(v[place[i]])}`);
-      info.textContent = [`token ${i}: id ${ids[i]}${texts ? ` ${JSON.stringify(texts[i])}` : ""}`, ...values].join(" · ");
+      info.textContent = visible([`token ${i}: id ${ids[i]}${texts ? ` ${JSON.stringify(texts[i])}` : ""}`, ...values].join(" · "));
     };
     box.addEventListener("pointerover", event => tell(event.target.closest("[data-i]")));
     box.addEventListener("keydown", event => {
@@ -106,7 +109,7 @@ export async function showGroup(page) {
         c.tokens ? tokens(c, paint) : h("div", { class: "tokens" }, long(c.text)),
         c.tokens && !c.tokens.texts && !c.whole ? h("div", { class: "pre" }, long(c.text)) : null,
         c.letters > c.text.length ? h("p", { class: "muted small" }, `The text has ${number(c.letters)} letters; the first ${number(c.text.length)} are here.`) : null,
-        c.version !== undefined ? h("div", { class: "muted small" }, `weights of step ${number(c.version)}${c.newest !== undefined && c.newest !== c.version ? ` to ${number(c.newest)}` : ""}, line ${number(c.number + 1)}`) : null)));
+        c.version !== undefined ? h("div", { class: "muted small" }, `by the weights of step ${number(c.version)}${c.newest !== undefined && c.newest !== c.version ? ` to ${number(c.newest)}` : ""}; line ${number(c.number + 1)} of rollouts.jsonl`) : null)));
   }
   draw();
 }

@@ -20,7 +20,7 @@ export async function showLaunch(page) {
   const copy = h("button", { on: { click: async () => { await navigator.clipboard.writeText(command.textContent.trim()); copy.textContent = "Copied"; setTimeout(() => { copy.textContent = "Copy"; }, 1500); } } }, "Copy");
   const download = h("button", { on: { click: () => save(new Blob([yaml.textContent], { type: "text/yaml" }), `${trainer}.yaml`) } }, "Download");
   const check = (name, text, box, show) => h("button", { disabled: !checks, title: checks ? null : "Needs a board with --allow_control or a token", on: { click: () => follow(box, text, () => post("check", { ...request(), check: name }), show) } }, text);
-  const start = h("button", { class: "primary", disabled: !control, title: control ? null : "Needs a board with --allow_control", on: { click: launch } }, "Start the run");
+  const start = h("button", { class: "primary", disabled: true, title: control ? null : "Needs a board with --allow_control", on: { click: launch } }, "Start the run");
   page.main.replaceChildren(h("div", { class: "top" }, h("h1", {}, "New run")), h("div", { class: "stack" },
     checks ? null : h("p", { class: "notice" }, "This board only reads: it shows the command and the YAML. With ", h("code", {}, "posttrain board --allow_control"), " it also checks the data, plans memory and starts the run."),
     h("div", { class: "launch" }, form, h("div", { class: "stack result" },

@@ -1,6 +1,6 @@
 // Finds the page of the address, keeps it up to date, and handles keys.
-import { h } from "./dom.js";
-import { setToken } from "./api.js";
+import { h, visible } from "./dom.js";
+import { setToken, TOKEN } from "./api.js";
 import { showRuns } from "./runs.js";
 import { showRun } from "./run.js";
 import { showCompare } from "./compare.js";
@@ -35,13 +35,14 @@ function askToken() {
 }
 
 async function route() {
+  if (TOKEN.test(location.hash)) return location.reload(); // an address with a token, pasted into an open page: api.js takes it
   leave.abort();
   leave = new AbortController();
   const signal = leave.signal, { parts, values } = address();
   const page = {
     signal, parts, values, main,
     path: links => document.getElementById("path").replaceChildren(...links.map(([text, href]) => href ? h("a", { href }, text) : h("span", {}, text))),
-    title: text => { document.title = `${text} – posttrain board`; },
+    title: text => { document.title = visible(`${text} – posttrain board`); },
     // Calls `update` now and then every few seconds while the page is open and visible.
     keep: async update => {
       const again = async () => {

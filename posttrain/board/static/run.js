@@ -72,7 +72,7 @@ async function showOverview(page, first, box, painted) {
     if (names === null || !drawn.size) {
       names = (await get("metrics", { runs: run.id }, page.signal)).metrics;
       const liked = ["reward", "eval/reward", "loss", "eval/loss", "accuracy", "entropy", "length", "kl", "grad_norm"];
-      names = liked.filter(n => names.some(m => m.name === n)).slice(0, 3);
+      names = liked.filter(n => names.some(m => m.name === n)).slice(0, 4);
       for (const name of names) { drawn.set(name, new Chart(name, { height: 180, fileName: `${run.name}-${name}` })); charts.append(drawn.get(name).element); }
     }
     if (names.length) {

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from posttrain.algorithms import ALGORITHMS
+from posttrain.board.control import OUTPUT_BYTES
 from posttrain.board.launch import NOT_IN_THE_FORM, Launch, Launcher, changed_options, form, values_of_run
 from posttrain.config.parsing import entries_of_words, option_keys, parse, read_entries
 from posttrain.config.sections import as_mapping, with_algorithm
@@ -87,6 +88,9 @@ def test_a_run_starts_only_below_the_directories_that_are_shown(tmp_path):
     for wanted in (str(outside / "x"), "../x", "link/x", str(root / "link/x"), "/etc/x", ".", "used"):
         with pytest.raises(UsageError, match=r"must be below|something already"):
             launcher.run_directory(wanted, "sft")
+    for wanted in ("~nobody-of-this-name/x", "x" * 300, "\ud800"):
+        with pytest.raises(UsageError, match=r"output_dir is .*Choose another name"):
+            launcher.run_directory(wanted, "sft")
 
 
 def test_a_run_fills_the_form(tmp_path):
@@ -140,16 +144,18 @@ def test_who_may_do_what(tmp_path):
 def test_checks_say_what_the_commands_say(tmp_path):
     """The data check as an object, the plan as text; a second check of a kind ends the first."""
     data = tmp_path / "<b>.jsonl"
-    data.write_text(json.dumps({"prompt": "<i>2+2=</i>", "completion": "4"}) + "\n")
+    rows = [{"prompt": "<i>2+2=</i>", "completion": "4"}, {"prompt": "long", "completion": "4" * 2 * OUTPUT_BYTES}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     launcher = Launcher([tmp_path])
-    launch = Launch.read({"trainer": "sft", "values": {"model.path": "pico", "data.train": [str(data)]}})
+    values = {"model.path": "pico", "data.train": [str(data)], "data.max_length": str(3 * OUTPUT_BYTES)}
+    launch = Launch.read({"trainer": "sft", "values": values})
     first, job, plan = launcher.check("data", launch), launcher.check("data", launch), launcher.check("plan", launch)
     assert first.started.process.poll() is not None
     for each in (job, plan):
         each.started.process.wait(PATIENCE)
     (source,) = job.describe()["report"]["sources"]
     trained = [part["text"] for part in source["rendered"][0]["samples"][0] if part["trained"]]
-    assert source["examples"] == 1 and trained == ["4<|end|>"] and source["source"] == str(data)
+    assert source["examples"] == 2 and trained == ["4<|end|>"] and source["source"] == str(data)
     assert "memory on" in plan.describe()["output"] and plan.describe()["exit_code"] == 0
     with pytest.raises(ApiError):
         launcher.check("shell", launch)

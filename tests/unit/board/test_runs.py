@@ -61,6 +61,16 @@ def test_the_state_is_what_the_directory_shows(tmp_path, log, state, reason):
     assert run.state()[0] == state
 
 
+def test_an_evaluation_without_result_keeps_no_log_that_says_why(tmp_path):
+    run = run_of(make_run(tmp_path / "run"))
+    (tmp_path / "run/logs/run.log").unlink()
+    for verb in ("eval", "[1]"):
+        (tmp_path / "run/config.yaml").write_text(f"verb: {verb}\n")
+        assert run.state()[0] == "unknown" and "keeps no log" in run.state()[1]
+    (tmp_path / "run/report.json").write_text("{}")
+    assert run.state() == ("finished", "")
+
+
 def test_looking_does_not_disturb_the_lock(tmp_path):
     """A run that starts while the board looks must get its lock, and is seen as running from then on."""
     with RunDirectory.open(str(tmp_path / "run"), "sft", resume=False) as directory:
