@@ -281,6 +281,7 @@ def test_every_page_fits_a_phone(shown, browser, scheme):
         "launch",
         f"launch?from={run}",
         f"group/{run}/0",
+        f"run/{shown.ids['resumed']}/evaluations",
         f"compare/config?runs={run},{other}",
         f"compare/completions?runs={run},{other}",
     ]
@@ -290,6 +291,8 @@ def test_every_page_fits_a_phone(shown, browser, scheme):
             assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), route
             cut = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
             assert browser.evaluate(cut) == 0, route
+            narrow = "[...document.querySelectorAll('.options td:last-child')].filter(e => e.clientWidth < 120).length"
+            assert browser.evaluate(narrow) == 0, route
             assert browser.evaluate("document.documentElement.dataset.theme") == scheme
     finally:
         browser.size(1200, 900)

@@ -144,10 +144,18 @@ def test_who_may_do_what(tmp_path):
 def test_checks_say_what_the_commands_say(tmp_path):
     """The data check as an object, the plan as text; a second check of a kind ends the first."""
     data = tmp_path / "<b>.jsonl"
-    rows = [{"prompt": "<i>2+2=</i>", "completion": "4"}, {"prompt": "long", "completion": "4" * 2 * OUTPUT_BYTES}]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    turns = [("<i>2+2=</i>", "4")], [("question " * 50, "answer " * 60)] * (OUTPUT_BYTES // 500)
+    rows = [
+        [
+            {"role": role, "content": text}
+            for pair in one
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+        for one in turns
+    ]
+    data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     launcher = Launcher([tmp_path])
-    values = {"model.path": "pico", "data.train": [str(data)], "data.max_length": str(3 * OUTPUT_BYTES)}
+    values = {"model.path": "pico", "data.train": [str(data)], "data.max_length": str(20 * OUTPUT_BYTES)}
     launch = Launch.read({"trainer": "sft", "values": values})
     first, job, plan = launcher.check("data", launch), launcher.check("data", launch), launcher.check("plan", launch)
     assert first.started.process.poll() is not None
