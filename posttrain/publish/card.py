@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from posttrain import __version__
-from posttrain.checkpoints.checkpoint import is_run_directory
+from posttrain.checkpoints.checkpoint import CHECKPOINT_NAME, is_run_directory, step_of
 from posttrain.models.adapters import base_model_of
 from posttrain.models.paths import HUB_NAME, base_model_path, is_adapter
 from posttrain.plots.files import write_charts
@@ -27,9 +27,10 @@ CURVES = "curves.svg"
 
 def write_card(folder: Path, name: str, report: dict[str, Any]) -> None:
     """Write README.md, and the curves if the model comes from a run, into the folder of an exported model."""
-    run = run_of(Path(report["source"]))
+    source = Path(report["source"])
+    run = run_of(source)
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) if run else {}
-    metrics = read_metrics(run / "metrics.jsonl") if run and (run / "metrics.jsonl").is_file() else []
+    metrics = metrics_of(run, source) if run else []
     base = hub_base(config, report)
     header: dict[str, Any] = {
         "library_name": {"gguf": "gguf"}.get(report["format"], "peft" if is_adapter(folder) else "transformers"),
@@ -55,6 +56,14 @@ def write_card(folder: Path, name: str, report: dict[str, Any]) -> None:
 def run_of(source: Path) -> Path | None:
     """Return the run directory that a model belongs to, if it is one of a run."""
     return next((folder for folder in (source, *source.parents[:3]) if is_run_directory(folder)), None)
+
+
+def metrics_of(run: Path, source: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run up to the checkpoint that the model is; the run may have gone on."""
+    file = run / "metrics.jsonl"
+    rows = read_metrics(file) if file.is_file() else []
+    checkpoint = next((folder for folder in (source, *source.parents) if CHECKPOINT_NAME.fullmatch(folder.name)), None)
+    return rows if checkpoint is None else [row for row in rows if row.get("step", 0) <= step_of(checkpoint)]
 
 
 def hub_base(config: dict[str, Any], report: dict[str, Any]) -> str:

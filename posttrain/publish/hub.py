@@ -44,8 +44,8 @@ def push(folder: Path, name: str, *, private: bool) -> str:
     try:
         address = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Exported by posttrain")
-    except (HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, *HfHubHTTPError.__bases__) as error:  # they include all errors of its HTTP library
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise PosttrainError(
             f"--push {name}: the upload failed: {reason}. {folder} is complete; push it again"
         ) from error

@@ -22,7 +22,7 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), HubRequest)
-        self.requests, self.files = [], {}
+        self.requests, self.files, self.hangs_up = [], {}, False
 
 
 class HubRequest(BaseHTTPRequestHandler):
@@ -33,6 +33,9 @@ class HubRequest(BaseHTTPRequestHandler):
                 body += self.rfile.read(size)
                 self.rfile.readline()
         self.server.requests.append((self.path, self.headers.get("Authorization"), body))
+        if self.server.hangs_up:
+            self.close_connection = True
+            return
         if self.path.endswith("/preupload/main"):
             files = json.loads(body)["files"]
             reply = {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
@@ -99,6 +102,12 @@ def test_a_run_is_pushed_with_its_card(hub, tmp_path, monkeypatch):
     assert "training: `chat.jsonl`" in card and "| `model.lora_rank` | `2` |" in card
     assert "| `eval/loss` |" in card and "KL divergence per token" in card and "3 steps." in card
     assert str(tmp_path) not in card and "hf_of_the_test" not in card
+
+    # An earlier checkpoint has the metrics until then; an upload that fails says what is left.
+    hub.hangs_up = True
+    failed = export(hub, "run/checkpoints/step-00000002", "earlier", "--push", "me/small")
+    assert failed.returncode == 1 and "the upload failed" in failed.stderr and "push it again" in failed.stderr
+    assert "2 steps." in (tmp_path / "earlier/README.md").read_text()
 
     before = len(hub.requests)
     refused = export(hub, "run", "adapters", "--push", "me/small", "--no_merge")
