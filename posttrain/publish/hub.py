@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -12,6 +13,9 @@ from huggingface_hub.utils import validate_repo_id
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.models import adapters
 from posttrain.models.paths import HUB_NAME, hub_is_reachable, is_adapter
+
+# Errors of files and connections; the base of the hub's error is that of all errors of its HTTP library.
+UPLOAD_ERRORS = cast(tuple[type[Exception], ...], (OSError, *HfHubHTTPError.__bases__))
 
 
 def check_push(name: str) -> None:
@@ -44,7 +48,7 @@ def push(folder: Path, name: str, *, private: bool) -> str:
     try:
         address = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Exported by posttrain")
-    except (OSError, *HfHubHTTPError.__bases__) as error:  # they include all errors of its HTTP library
+    except UPLOAD_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise PosttrainError(
             f"--push {name}: the upload failed: {reason}. {folder} is complete; push it again"
