@@ -92,6 +92,12 @@ def check_tensor_parallel(model: Any, size: int, *, sequence: bool = False) -> N
                 f"cluster.tensor_parallel_size is {size}, which does not divide the model's {what.replace('_', ' ')}, "
                 f"which is {number}"
             )
+    vocabulary = model.get_input_embeddings(), model.get_output_embeddings()
+    if sequence and any(hasattr(module, "base_layer") for module in vocabulary):
+        raise UsageError(
+            "cluster.sequence_parallel divides embedding and head by the vocabulary, which is not possible where they "
+            "have adapters. Leave them out of model.lora_target_modules, or leave out cluster.sequence_parallel."
+        )
     has_lengths = any(getattr(module, "lora_magnitude_vector", ()) for module in model.modules())
     if has_lengths and runs_in_blocks(config, sequence=sequence):
         raise UsageError(

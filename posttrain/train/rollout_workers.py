@@ -111,9 +111,11 @@ class RolloutWorkers(ReplaceableWorkers):
 
     def connect(self) -> str:
         """Form new transfer groups of all workers; returns what went wrong, or an empty text."""
+        parts = self.needed_parts()
         members = self.members
+        if not members:
+            return "all rollout workers were lost"
         sizes = [slot.workers.size if slot.workers else 1 for slot in members]
-        parts = self.needed_parts() if max(sizes) > 1 else []
         divided = len(parts) > 1
         receivers = len(members) if divided else sum(sizes)
         first_ranks = [1 + (index if divided else sum(sizes[:index])) for index in range(len(sizes))]
@@ -127,8 +129,12 @@ class RolloutWorkers(ReplaceableWorkers):
         return problem
 
     def needed_parts(self) -> list[TensorParts]:
-        """Return what each process of an engine needs of the weights; empty: all need whole tensors."""
-        pending = [(slot, slot.submit("needed_parts")) for slot in self.members]
+        """Return what each process of an engine needs of the weights; empty: all need whole tensors.
+
+        Empties the slots of workers that are lost meanwhile.
+        """
+        divided = [slot for slot in self.members if slot.workers is not None and slot.workers.size > 1]
+        pending = [(slot, slot.submit("needed_parts")) for slot in divided]
         found: list[list[TensorParts | None]] = []
         for slot, call in pending:
             try:

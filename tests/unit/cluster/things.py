@@ -145,6 +145,10 @@ class FakeRolloutWorker:
                 continue  # another one took it
             os.kill(os.getpid(), signal.SIGSTOP if fault.name.endswith("stop") else signal.SIGKILL)
 
+    def needed_parts(self):
+        self.misbehave("needed_parts")
+        return {"weight": ((0, 4),)}
+
     def connect(self, groups, rank):
         self.misbehave("connect")
         with (self.folder / "met").open("a") as met:

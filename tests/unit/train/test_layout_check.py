@@ -99,6 +99,23 @@ def test_plan_and_run_agree_on_two_hundred_layouts(folders):
     assert 20 < reasons.count("") < 180 and len({reason[:30] for reason in reasons}) > 5, "some of each kind"
 
 
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_adapters_on_a_divided_vocabulary_are_refused(folders, target):
+    words = [
+        "--model.path",
+        folders["llama"],
+        "--model.lora_rank",
+        "4",
+        "--model.lora_target_modules",
+        "q_proj",
+        target,
+    ]
+    words += ["--cluster.devices", "2", "--cluster.tensor_parallel_size", "2"]
+    assert planned(words) == run(words) == ""
+    words += ["--cluster.sequence_parallel"]
+    assert "have adapters. Leave them out of model.lora_target_modules" in planned(words) == run(words)
+
+
 def roles_of(rng: random.Random, folders: dict[str, str]) -> list[str]:
     """PPO with a reference, a critic, a reward model and an engine, each on devices of its own or beside the policy."""
     path = folders[rng.choice(FAMILIES)]

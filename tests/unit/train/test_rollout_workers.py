@@ -25,21 +25,23 @@ SECONDS = 60.0
 
 @pytest.fixture
 def workers(tmp_path):
-    made = []
+    made, store = [], RendezvousStore(SECONDS)
 
-    def slot(number):
+    def slot(number, processes):
         def make():
             made.append(number)
-            store = RendezvousStore(SECONDS)
-            return ProcessPool(1, tmp_path / "logs", timeout_seconds=SECONDS, rendezvous=store, first_number=number)
+            first = number * processes
+            return ProcessPool(
+                processes, tmp_path / "logs", timeout_seconds=SECONDS, rendezvous=store, first_number=first
+            )
 
         return WorkerSlot(make, lambda pool: pool.start("rollout", FakeRolloutWorker, tmp_path))
 
     found = []
 
-    def build(count, **how):
+    def build(count, processes=1, **how):
         sender = LocalPool().start("sender", FakeWeightSender)
-        found.append(RolloutWorkers([slot(i) for i in range(count)], sender, lambda size: size, **how))
+        found.append(RolloutWorkers([slot(i, processes) for i in range(count)], sender, lambda size: size, **how))
         found[-1].made = made
         return found[-1]
 
@@ -192,6 +194,16 @@ def test_a_worker_that_is_lost_during_a_weight_update(workers, tmp_path, moment)
     answers = group.generate(REQUESTS, None)
     assert [request for request, _ in answers] == REQUESTS
     assert {version for _, version in answers} == {group.version}, "all have the same weights"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_engine_that_is_lost_while_it_says_which_parts_it_needs(workers, tmp_path, count):
+    """Engines of two processes each."""
+    group = workers(count, processes=2)
+    (tmp_path / "needed_parts-kill").touch()
+    group.update(0)
+    assert group.lost == 1 and group.receivers == count - (count > 1), "the other is not waited for"
+    assert group.generate(REQUESTS, None) == [(request, 0) for request in REQUESTS]
 
 
 def test_weights_that_a_worker_dropped_are_sent_again(workers, tmp_path):
