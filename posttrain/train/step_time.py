@@ -14,17 +14,15 @@ A pass over a micro-batch of T tokens on one device costs, forward:
     pipeline          the layers of the last stage, which has the head; stages are idle for (stages - 1) micro-batches
 
 and a decode step reads all weights and the keys and values of every active sequence. The shares of the published rates
-below were fitted to the single-GPU figures of bench/results.md (tests/unit/train/test_step_time.py compares them). The
-share of the links is an assumption: several devices have not been measured.
+below were fitted to single-GPU figures of bench/results.md; tests/unit/train/test_step_time.py compares these, and
+others that were measured later. The share of the links is an assumption: several devices have not been measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from posttrain.core.device_rates import DeviceRates
 from posttrain.models.memory import Sharding
@@ -34,7 +32,8 @@ from posttrain.parallel.weight_transfer import MAX_GROUPS
 
 # Shares of the published rates that were reached on one H200.
 PRODUCT_SHARE, PRODUCT_WIDTH = 0.765, 180  # of matrix products: PRODUCT_SHARE * hidden / (hidden + PRODUCT_WIDTH)
-ATTENTION_SHARE = 0.30  # of the rate of products, for attention in training (torch's kernel)
+# Of the rate of products, for attention in training by torch's kernel, which is faster for long samples:
+ATTENTION_SHARE, ATTENTION_LENGTH = 0.50, 950  # ATTENTION_SHARE * length / (length + ATTENTION_LENGTH)
 MEMORY_SHARE = 0.83
 LINK_SHARE = 0.8  # not measured
 DECODE_OVERLAP = 0.35  # of the shorter of reading and computing that is not hidden behind the longer one
@@ -66,6 +65,10 @@ class Machines:
     def products(self, hidden: int) -> float:
         """Return FLOPs per second of a model's matrix products: narrow matrices are slower."""
         return PRODUCT_SHARE * self.rates.flops * hidden / (hidden + PRODUCT_WIDTH)
+
+    def attention(self, hidden: int, length: float) -> float:
+        """Return FLOPs per second of attention, forward and backward, to samples of this mean length."""
+        return self.products(hidden) * ATTENTION_SHARE * length / (length + ATTENTION_LENGTH)
 
     def bandwidth(self, ranks: int, stride: int) -> float:
         """Return bytes per second at which a rank receives in a collective of `ranks` ranks, `stride` devices apart.
@@ -163,7 +166,7 @@ def pass_seconds(
         moved += GRADIENT_BYTES * count * work.trained / tensor / (sharding.experts if work.expert_weights else 1)
     parts = {
         "matrix products": products / rate,
-        "attention": attention / (ATTENTION_SHARE * rate),
+        "attention": attention / machines.attention(work.hidden, step.squares / step.tokens),
         "other kernels": moved / machines.memory,
     }
     kernels = sum(parts.values())
@@ -307,20 +310,28 @@ def generation_seconds(work: ModelWork, machines: Machines, job: GenerationWork)
         micro_batch_tokens=max(1, math.ceil(tokens)),
     )
     parts = {"prefill": pass_seconds(work, machines, sharding, prefill, backward=False).seconds}
-    for position, share in remaining_sequences(job):
-        step = decode_seconds(work, machines, job, max(1.0, active * share), job.prompt_tokens + position)
+    mean, end = mean_and_end(job, active)
+    for number in range(DECODE_POINTS):
+        position = (number + 0.5) * end / DECODE_POINTS
+        share = math.exp(-position / mean)  # of the completions that are as long
+        running = share_of_any(share, active)  # else all have ended, and the engine with them
+        step = decode_seconds(work, machines, job, active * share / running, job.prompt_tokens + position)
         for name, seconds in step.items():
-            parts[name] = parts.get(name, 0.0) + seconds * waves * job.max_tokens / DECODE_POINTS
+            parts[name] = parts.get(name, 0.0) + seconds * running * waves * end / DECODE_POINTS
     return StepTime(parts)
 
 
-def remaining_sequences(job: GenerationWork) -> Sequence[tuple[float, float]]:
-    """Return positions in completions, and the share of them that is at least as long."""
-    positions = (np.arange(DECODE_POINTS) + 0.5) * job.max_tokens / DECODE_POINTS
+def mean_and_end(job: GenerationWork, active: int) -> tuple[float, float]:
+    """Return the mean of the lengths, infinite if all completions have max_tokens, and a length that none exceeds."""
     if job.completion_tokens >= job.max_tokens:
-        return [(float(position), 1.0) for position in positions]
+        return math.inf, job.max_tokens
     mean = untruncated_mean(job.completion_tokens, job.max_tokens)
-    return [(float(position), math.exp(-position / mean)) for position in positions]
+    return mean, min(job.max_tokens, mean * (math.log(active) + 8))  # above that with a probability of e**-8
+
+
+def share_of_any(share: float, count: int) -> float:
+    """Return the probability that at least one of `count` completions is so long, where each is with this one."""
+    return 1.0 if share == 1 else -math.expm1(count * math.log1p(-share))
 
 
 def untruncated_mean(mean: float, longest: int) -> float:
