@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.core.files import refuse_constant
-from posttrain.data.encoding.tool_formats import MessageDelta, MessageParser, ToolFormat
+from posttrain.data.encoding.tool_formats import MessageDelta, MessageParser, ToolFormat, read_object
 from posttrain.data.reading.examples import Message
 from posttrain.endpoint.errors import ApiError
 from posttrain.endpoint.request_fields import RequestFields, wrong_field
@@ -192,11 +191,11 @@ def read_calls(value: Any, where: str, role: str) -> list[dict[str, Any]]:
         name = read_string(function.get("name"), f"{where}[{place}].function.name")
         text = read_string(function.get("arguments"), f"{where}[{place}].function.arguments")
         try:
-            arguments = json.loads(text, parse_constant=refuse_constant)
+            arguments = read_object(text)
         except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise wrong_field(f"{where}[{place}].function.arguments", text, "JSON text of an object")
+            raise wrong_field(
+                f"{where}[{place}].function.arguments", text, "JSON text of an object, not too deeply nested"
+            ) from None
         with_id = {"id": read_string(call["id"], f"{where}[{place}].id")} if call.get("id") is not None else {}
         calls.append({**with_id, "type": "function", "function": {"name": name, "arguments": arguments}})
     return calls

@@ -11,6 +11,7 @@ result; `message_grammar` describes the format as a grammar, for generation that
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ WRITES_REASONING = re.compile(r"""reasoning_content|split\(\s*['"]</think>""")
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How llguidance writes JSON: as `json.dumps` does, and as templates do. Free white space could go on for ever."""
 
+MOST_LEVELS = 100  # of objects and lists within arguments of a call; templates and clients read them recursively
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -33,6 +36,12 @@ class ToolCall:
     name: str
     arguments: str
     id: str = ""  # if the format has ids, and the model wrote one
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what no client could be sent, or could send back."""
+        if not self.name:
+            raise ValueError("a call without a name")
+        (self.name + self.arguments + self.id).encode()  # fails for half of a surrogate pair
 
 
 @dataclass(slots=True)
@@ -80,7 +89,20 @@ def read_object(text: str) -> dict[str, Any]:
     found = json.loads(text, parse_constant=refuse_constant)
     if not isinstance(found, dict):
         raise ValueError("not an object")
-    return found
+    return checked(found)
+
+
+def checked(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of a call; ValueError if others could not read them when they are written as JSON again."""
+    level: list[Any] = [arguments]
+    for _ in range(MOST_LEVELS):
+        nested = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        if not nested:
+            return arguments
+        level = [inner for values in nested for inner in values]
+        if any(isinstance(inner, float) and not math.isfinite(inner) for inner in level):
+            raise ValueError("a number is too large")  # 1e999, which would be written as Infinity
+    raise ValueError(f"arguments nested deeper than {MOST_LEVELS} levels")
 
 
 def call_of(found: Any) -> ToolCall:
@@ -93,7 +115,7 @@ def call_of(found: Any) -> ToolCall:
     if not isinstance(arguments, dict):
         raise ValueError("no arguments")
     name_of_id = found.get("id")
-    return ToolCall(found["name"], dump(arguments), name_of_id if isinstance(name_of_id, str) else "")
+    return ToolCall(found["name"], dump(checked(arguments)), name_of_id if isinstance(name_of_id, str) else "")
 
 
 def dump(value: Any) -> str:

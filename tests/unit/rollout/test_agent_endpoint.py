@@ -221,6 +221,22 @@ def test_random_conversations(name, data):
         check_samples(served, branches)
 
 
+def test_calls_that_no_client_can_send_back_are_text():
+    """They would end the conversation: with an error of the server, or with the next request."""
+    written = ['{"x": 1e999}', r'{"x": "\ud800"}', '{"x": ' + "[" * 600 + "]" * 600 + "}"]
+    with serving() as served:
+        history = list(ASKED)
+        for arguments in written:
+            text = call_text(served.made.format, [{"x": 1}], (", ", ": ")).replace('{"x": 1}', arguments)
+            served.script.texts.append(text)
+            asked = served.client.chat.completions.create(model="m", messages=history, tools=TOOLS)
+            message = asked.choices[0].message
+            assert message.content == text and not message.tool_calls
+            history += [as_dumped(message), {"role": "user", "content": "once more"}]
+        served.client.chat.completions.create(model="m", messages=history, tools=TOOLS)
+        check_samples(served, 1)
+
+
 def test_a_bare_loop_of_requests():
     with serving("qwen3") as served:
         served.script.texts = ["<think>ab</think>a", "b", "c"]

@@ -243,6 +243,18 @@ def schema_format(schema):
             },
             "JSON text of an object",
         ),
+        (
+            {
+                "messages": [
+                    *ASKED,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": '{"a":' * 600 + "1" + "}" * 600}}],
+                    },
+                ]
+            },
+            "not too deeply nested",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )

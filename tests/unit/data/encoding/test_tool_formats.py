@@ -19,6 +19,7 @@ from posttrain.data.encoding.tool_formats import (
 )
 from posttrain.models.pico import build_tokenizer
 from tests.chat_templates import TOOL_TEMPLATES
+from tests.unit.rollout.test_conversations import call_text
 
 TEMPLATES = {**TOOL_TEMPLATES, "shipped qwen": shipped_templates()["qwen"].jinja}
 EXPECTED = {"qwen3": "hermes", "pico": "hermes", "thinker": "hermes", "shipped qwen": "hermes"}
@@ -110,6 +111,27 @@ def test_what_is_no_call_is_content_in_all_pieces(format, text, cuts):
     assert found + parser.finish() == whole
     if not whole.calls:
         assert whole.content == text  # nothing is lost
+
+
+DEEP = '{"a": ' * 400 + "1" + "}" * 400
+LOST = ['{"a": 1e999}', r'{"a": "\ud800"}', DEEP, '{"a": ' + "[" * 400 + "]" * 400 + "}"]
+
+
+@pytest.mark.parametrize("arguments", LOST, ids=lambda text: text[:16])
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_arguments_that_no_client_can_send_back_are_no_call(format, arguments):
+    """Numbers without a value in JSON, half of a surrogate pair, and what is nested so deeply that readers fail."""
+    text = call_text(format, [{}], (", ", ": "))
+    assert [call.arguments for call in format.read(text)] == ["{}"]
+    before, _, after = text.rpartition("{}")
+    spoiled = f"{before}{arguments}{after}"
+    assert parse_message(spoiled, format) == MessageDelta(spoiled)
+
+
+@pytest.mark.parametrize("text", ['{"name": "", "arguments": {}}', '{"name": "f", "arguments": {}, "id": "\\ud800"}'])
+def test_a_call_has_a_name_and_text_that_can_be_sent(text):
+    with pytest.raises(ValueError, match=r"without a name|surrogates not allowed"):
+        FORMATS[0].read(f"<tool_call>{text}</tool_call>")
 
 
 def test_reasoning_before_a_call_and_one_call_only():
