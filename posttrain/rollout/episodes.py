@@ -30,6 +30,8 @@ from posttrain.rollout.environments import STOPPED, EnvironmentProcess, Environm
 from posttrain.rollout.records import ENVIRONMENT_FAILED, Rollout
 from posttrain.sandbox.supervisor import STOP_SECONDS, RunStoppedError
 
+KEPT_CONTINUATIONS, KEPT_CHARACTERS = 10_000, 200  # most turns of environments whose tokens are kept; of each, its text
+
 
 @dataclass(slots=True)
 class TokenizedEpisode:
@@ -154,6 +156,7 @@ class EpisodeRunner:
         self.chat = ChatRenderer(tokenizer, self.encoder)
         self.tools: list[dict[str, Any]] | None = None  # that the chat template describes to the model
         self.engine_seconds = 0.0  # in which completions were computed, since the start
+        self.continuations: dict[tuple[str, ...], list[int]] = {}  # tokens of short messages of environments
 
     def play(
         self, prompts: Sequence[tuple[int, Prompt]], seeds: Sequence[int], *, greedy: bool = False
@@ -314,11 +317,7 @@ class EpisodeRunner:
             return
         messages = [*tokenized.messages, *new_messages]
         try:
-            reply, origin = len(tokenized.messages) - 1, tokenized.prompt.origin
-            segment = self.chat.continuation(
-                self.for_template(messages), reply, tokenized.reply_end, origin, self.tools
-            )
-            [[_, tokens]] = self.encoder.encode([[Segment(()), segment]])  # not at the start of a text: no second BOS
+            tokens = self.continuation_tokens(messages, len(tokenized.messages) - 1, tokenized)
         except PosttrainError as error:
             tokenized.fail(str(error))
             return
@@ -327,6 +326,28 @@ class EpisodeRunner:
             return
         tokenized.append(tokens)
         tokenized.messages, tokenized.finish = messages, ""
+
+    def continuation_tokens(self, messages: list[dict[str, Any]], reply: int, tokenized: TokenizedEpisode) -> list[int]:
+        """Encode the messages after message `reply`, as the chat template writes them after it.
+
+        The template does not see the texts up to there, so other episodes with equal roles and the same new texts have
+        the same tokens: short ones are kept.
+        """
+        key = None
+        if not self.tools and all(len(message) == 2 for message in messages):
+            texts = [message["content"] for message in messages[reply + 1 :]]
+            if sum(map(len, texts)) <= KEPT_CHARACTERS:
+                key = (tokenized.reply_end, *texts, *(message["role"] for message in messages))
+        if key is not None and key in self.continuations:
+            return self.continuations[key]
+        origin = tokenized.prompt.origin
+        segment = self.chat.continuation(self.for_template(messages), reply, tokenized.reply_end, origin, self.tools)
+        [[_, tokens]] = self.encoder.encode([[Segment(()), segment]])  # not at the start of a text: no second BOS
+        if key is not None:
+            if len(self.continuations) >= KEPT_CONTINUATIONS:
+                self.continuations.clear()
+            self.continuations[key] = tokens
+        return tokens
 
 
 class ConcurrentEpisodes:

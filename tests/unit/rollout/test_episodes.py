@@ -108,6 +108,27 @@ def test_tokens_are_those_of_the_whole_conversation(environments):
     assert rollout.prompt.messages == [{"role": "user", "content": "go"}]
 
 
+def test_turns_that_were_encoded_before_have_the_same_tokens(environments, monkeypatch):
+    """The second of two equal games renders nothing after its prompt; other roles, texts or ends are other turns."""
+    rendered = []
+    continuation = ChatRenderer.continuation
+    monkeypatch.setattr(
+        ChatRenderer, "continuation", lambda *given: rendered.append(given[1:4]) or continuation(*given)
+    )
+    player = runner(environments, FakeGenerator(lambda request: f"r{request.seed}"[:3] + "<|end|>"))
+    first, again = (player.play([(0, prompt("go", turns=3))], [seed])[0] for seed in (1, 2))
+    assert len(rendered) == 2
+    assert first.sample.tokens[~first.sample.mask].tolist() == again.sample.tokens[~again.sample.mask].tolist()
+    fresh = runner(environments, FakeGenerator(lambda request: f"r{request.seed}"[:3] + "<|end|>"))
+    assert fresh.play([(0, prompt("go", turns=3))], [2])[0].sample.tokens.tolist() == again.sample.tokens.tolist()
+    for text, turns in (("a<|end|>", 4), ("a" + "STOP", 3)):  # another text; the same after another end
+        asked = [(0, prompt("go", turns=turns))]
+        player.policy = FakeGenerator(lambda _, text=text: text)
+        [kept] = player.play(asked, [1])
+        [alone] = runner(environments, player.policy).play(asked, [1])
+        assert kept.sample.tokens.tolist() == alone.sample.tokens.tolist() and kept.turns == turns
+
+
 def test_each_turn_has_a_seed_for_its_own_that_company_does_not_change(environments):
     def seeds(prompts, of):
         generator = FakeGenerator(lambda _: "a<|end|>")
