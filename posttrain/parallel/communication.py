@@ -27,9 +27,8 @@ class CommunicationMeter:
         if not self.requested:
             yield
             return
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            kinds = [torch.profiler.ProfilerActivity.CUDA]
+        host = {torch.profiler.ProfilerActivity.CPU}
+        kinds = (torch.profiler.supported_activities() - host if self.device.type != "cpu" else None) or host
         with torch.profiler.profile(activities=kinds) as profile:
             yield
             if self.device.type != "cpu":

@@ -30,6 +30,7 @@ from posttrain.checkpoints import random_state
 from posttrain.checkpoints.checkpoint import FileEntries, FileHashing, files_of_rank
 from posttrain.checkpoints.tensor_files import load_tensors, save_tensors
 from posttrain.config.sections import DataConfig, ModelConfig, TrainConfig
+from posttrain.core.accelerators import accelerator_type
 from posttrain.core.device_rates import rates_of
 from posttrain.core.devices import default_device, device_memory
 from posttrain.core.errors import PosttrainError, UsageError
@@ -357,7 +358,8 @@ class Learner:
         rank = 0 if self.shards is None else self.shards.rank // self.shards.layout.tensor_parallel
         words = np.random.SeedSequence((self.dropout_seed, self.optimizer.steps, self.passes, rank)).generate_state(2)
         self.passes += 1
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        kind = accelerator_type()
+        with torch.random.fork_rng([self.device] if kind else [], device_type=kind or "cpu"):
             torch.manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
             yield
 

@@ -9,8 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile, supported_activities
 
 from posttrain.core.errors import UsageError
 
@@ -49,10 +48,7 @@ class WorkerProfile:
 
     def __init__(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints when it starts and stops
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self.profile = profile(activities=activities)
+        self.profile = profile(activities=supported_activities())  # of the host and of its accelerator
         self.profile.start()
 
     def stop(self, file: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config.sections import ModelConfig, TrainConfig
+from posttrain.core.types import SamplingDistribution
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.parallel.pipeline import FAMILIES, Pipeline
 from posttrain.train.learner import Learner
@@ -146,7 +148,20 @@ def checkpoints(rank: int, folders: dict[str, str], place: Path) -> dict[str, An
             target = Learner(ModelConfig(path=first.model.path), TrainConfig(), trainable=False, layout=None)
             target.set_weights(first.learner.weights())
             assert answers(target) == found[f"{case}: answers"]
-    return found
+    return found | outputs(folders["llama"], {"pipeline_parallel": 2, "virtual_stages": 2})
+
+
+def outputs(folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what a critic and reward model, and a policy that samples at another temperature, compute for samples."""
+    how: dict[str, Any] = {"trainable": False, "layout": ParallelLayout(**options)}
+    scorer = Learner(ModelConfig(path=folder), TrainConfig(micro_batch_tokens=60), head="score", **how)
+    policy = Learner(ModelConfig(path=folder), TrainConfig(micro_batch_tokens=60), **how)
+    statistics = policy.token_statistics(probes(), SamplingDistribution(temperature=0.7, top_p=0.9), "ignore")
+    return {
+        "scores": scorer.scores(probes()),
+        "values": np.concatenate(scorer.values(probes())).tolist(),
+        "log-probabilities and entropies": np.concatenate(statistics).flatten().tolist(),
+    }
 
 
 def probes() -> list[Any]:
@@ -164,6 +179,10 @@ def test_checkpoints_do_not_depend_on_stages(tmp_path):
         trained.learner.save(saved_by(case, "one", place))
         alone[case] = trained.learn(1)
     ranks = run_world(2, tmp_path / "world", checkpoints, folders, place)
+    for name, expected in outputs(folders["llama"], {}).items():
+        assert any(expected), name
+        for rank in ranks:
+            assert rank[name] == pytest.approx(expected, abs=1e-5), name
     for case in RESUMED:
         assert ranks[-1][f"{case}: from one"][0] == pytest.approx(alone[case][0], rel=1e-6), case
         resumed = Staged(case, folders)

@@ -40,6 +40,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # processes, and how they di
     "ring of 2": (2, {"context_parallel": 2, "ulysses_degree": 1}),
     "ring of 2 x 2 that exchange heads": (4, {"context_parallel": 4, "ulysses_degree": 2}),
     "ring of 2 x tp2": (4, {"context_parallel": 2, "ulysses_degree": 1, "tensor_parallel": 2}),
+    "ring of 2 x sp2": (
+        4,
+        {"context_parallel": 2, "ulysses_degree": 1, "tensor_parallel": 2, "sequence_parallel": True},
+    ),
     "ep4 x cp2": (4, {"expert_parallel": 4, "context_parallel": 2}),
     "ep2 in 2 groups": (4, {"expert_parallel": 2}),
     "ep2 in 2 groups x cp2": (4, {"expert_parallel": 2, "context_parallel": 2}),
@@ -73,6 +77,7 @@ class Case:
     everywhere: bool = False  # or by two processes only, which saves time
     fat: bool = False  # with the layers that a GPU runs
     moved: bool = False  # inputs of checkpointed layers are copied and brought back
+    samples: int = 0  # at most so many; fewer than there are data ranks leave some without any; 0: all
 
 
 CASES = {
@@ -116,6 +121,7 @@ CASES = {
     "experts in host memory": Case("sft", "mixtral", offload=True, experts=True),
     "fat layers": Case("sft", "qwen3", fat=True, tokens=60),
     "fat layers and adapters": Case("sft", "llama", model={"lora_rank": 4}, fat=True),
+    "odd vocabulary, rank without samples": Case("sft", "llama_odd", samples=1, tokens=50, everywhere=True),
     "positions learnt": Case("sft", "gpt2", splits=False),
 }
 
@@ -145,6 +151,7 @@ def train(case: Case, folder: str, layout: ParallelLayout, rank: int = 0, ranks:
     if case.moved:
         ActivationOffload(learner.device).install(learner.model)
     samples = prepared(algo, policy)
+    samples = samples[: case.samples or len(samples)]
     request = replace(algo.forward_request(lambda text: {"+": 5, "-": 6}[text]), router_loss=model.router_aux_loss_coef)
     objective = algo.objective(request)
     if case.critic:
