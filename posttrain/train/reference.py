@@ -115,13 +115,16 @@ class ReferenceModel:
                 "cannot be resumed"
             )
 
+        known: checkpoint.FileEntries = {}
+
         def write(folder: Path) -> None:
             if self.mixup_alpha < 1:
                 self.mix(source, self.previous_reference(directory, wanted), folder / "model")
             else:
                 shutil.copytree(source, folder / "model", copy_function=link_or_copy)
+                known.update(linked_files(folder, source.parent))
 
-        checkpoint.write_checkpoint(directory, wanted, write)
+        checkpoint.start_checkpoint(directory, wanted, write, lambda: known)()
         return saved
 
     def previous_reference(self, directory: Path, wanted: int) -> Path:
@@ -147,6 +150,12 @@ class ReferenceModel:
     def offload(self) -> None:
         if self.model is not None:
             self.offloader.offload("reference", self.model)
+
+
+def linked_files(folder: Path, source: Path) -> checkpoint.FileEntries:
+    """Return the files of the checkpoint `source` that the folder has links to: they were synced and hashed with it."""
+    saved = {name: entry for name, entry in checkpoint.saved_files(source).items() if (folder / name).exists()}
+    return {name: entry for name, entry in saved.items() if (folder / name).samefile(source / name)}
 
 
 def link_or_copy(source: str, target: str) -> None:

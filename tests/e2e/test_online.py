@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from posttrain import GRPOTrainer
+from posttrain.checkpoints import checkpoint
 from posttrain.checkpoints.tensor_files import TensorFiles
 from posttrain.core.errors import DivergedError, RewardError, UsageError
 from posttrain.train.launch import train
@@ -313,13 +314,20 @@ def test_the_router_loss_is_the_policys_and_that_of_a_critic_with_experts(critic
     assert row["router_balance"] > 0 and ("critic/router_balance" in row) == (critic == "mixtral")
 
 
-def test_a_reference_that_is_renewed(tmp_path):
+def test_a_reference_that_is_renewed(tmp_path, monkeypatch):
     """Right after every second step it is the policy: the KL is 0. A run that was stopped has the same one."""
+    hashed = []
+    plain = checkpoint.file_sha256
+    monkeypatch.setattr(checkpoint, "file_sha256", lambda path, **how: hashed.append(path) or plain(path, **how))
     renewed = {"algo": {"kl_coef": 0.1, "reference_sync_steps": 2}, "save": {"every": 1, "keep": 2}}
     train("grpo", **options(tmp_path, steps=7, **renewed))
     kls = [row["kl"] for row in metrics_of(tmp_path)]
     assert [kl < 1e-9 for kl in kls] == [True, False, True, False, True, False, True]
     kept = sorted(folder.name for folder in (tmp_path / "run/reference").iterdir())
+    assert any("checkpoints" in path.parts and path.suffix == ".safetensors" for path in hashed)
+    weights_again = [path for path in hashed if "reference" in path.parts and path.suffix == ".safetensors"]
+    assert not weights_again, "it is a link to the checkpoint, which has hashed it"
+    assert all(checkpoint.is_valid(folder) for folder in (tmp_path / "run/reference").iterdir())
     assert kept == ["step-00000004", "step-00000006"]  # checkpoint 5 needs the first, 6 and 7 the second
     whole, stopped = tmp_path / "run", str(tmp_path / "stopped")
     for steps in (3, 7):  # from a step at which the reference is not the policy
