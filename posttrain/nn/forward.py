@@ -140,9 +140,8 @@ class ModelRunner:
         ranks = self.tensor.size if self.tensor is not None and self.divides_tokens else 1
         if self.context is None:
             return ranks
-        return (
-            TOKEN_MULTIPLE if ranks == 1 else math.lcm(TOKEN_MULTIPLE, 2 * self.context.size * ranks)
-        )  # a place in a ring has two halves
+        # Of a slice each tensor rank has a part, and a rank of a ring two.
+        return TOKEN_MULTIPLE if ranks == 1 else math.lcm(TOKEN_MULTIPLE, 2 * self.context.size * ranks)
 
     def hidden_rows(self, batch: MicroBatch) -> int:
         """Return the number of tokens, with padding, whose hidden states a pipeline stage sends to the next."""
@@ -206,6 +205,7 @@ class ModelRunner:
         return self.tensor if self.divides_tokens else None
 
     def scaled_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply the scalings of some families to logits, or to those of a part of the vocabulary."""
         config = self.model.config
         if getattr(config, "logit_scale", None) is not None:  # Cohere
             logits = logits * config.logit_scale

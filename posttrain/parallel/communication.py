@@ -1,4 +1,4 @@
-"""Measures the time that a process spends in communication with others, with torch's profiler."""
+"""Collectives under the names of every torch, and the time that a process spends in communication, by its profiler."""
 
 from __future__ import annotations
 
@@ -6,9 +6,26 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 COLLECTIVES = ("nccl", "gloo:", "hccl", "xccl")  # how the names of kernels and operations begin
 MICROSECONDS = 1e-6
+
+
+def all_gather(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Concatenate the parts of all ranks of a group, which have equal shapes, along dimension 0."""
+    found = part.new_empty(dist.get_world_size(group) * len(part), *part.shape[1:])
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
+    gather(found, part.contiguous(), group=group)
+    return found
+
+
+def reduce_scatter(whole: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Add up tensors of all ranks of a group and return this rank's part along dimension 0."""
+    found = whole.new_empty(len(whole) // dist.get_world_size(group), *whole.shape[1:])
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce(found, whole.contiguous(), group=group)
+    return found
 
 
 class CommunicationMeter:

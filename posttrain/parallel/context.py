@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from posttrain.core.errors import UsageError
+from posttrain.parallel.communication import all_gather
 from posttrain.parallel.ring import Ring, RingPlan
 
 
@@ -241,10 +242,8 @@ class GatherValues(torch.autograd.Function):
         most = max(1, *owned.counts)
         padded = values.new_zeros(most, *values.shape[1:])
         padded[: len(values)] = values
-        found = values.new_empty(group.size * most, *values.shape[1:])
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
-        gather(found, padded, group=group.group)
-        parts = [part[:count] for part, count in zip(found.split(most), owned.counts, strict=True)]
+        found = all_gather(padded, group.group).split(most)
+        parts = [part[:count] for part, count in zip(found, owned.counts, strict=True)]
         return torch.cat(parts)[owned.order]
 
     @staticmethod

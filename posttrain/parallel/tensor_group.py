@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from posttrain.parallel.communication import all_gather, reduce_scatter
+
 IN_BLOCKS = "divided_in_blocks"
 """Attribute of a decoder layer that runs its own code because parallel/tensor.py has divided its blocks."""
 GATHERED_FROM = "gathered_from"
@@ -97,28 +99,12 @@ class TensorGroup:
 
     def stacked(self, values: torch.Tensor) -> torch.Tensor:
         """Gather the values [...] of all ranks into [size, ...], without gradients."""
-        return all_gather(values[None], self)
+        return all_gather(values[None], self.group)
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
         """Add up the values of all ranks, in place."""
         dist.all_reduce(values, group=self.group)
         return values
-
-
-def all_gather(part: torch.Tensor, ranks: TensorGroup) -> torch.Tensor:
-    """Concatenate the parts of all ranks along dimension 0."""
-    found = part.new_empty(ranks.size * len(part), *part.shape[1:])
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
-    gather(found, part.contiguous(), group=ranks.group)
-    return found
-
-
-def sum_parts(whole: torch.Tensor, ranks: TensorGroup) -> torch.Tensor:
-    """Add up tensors of all ranks and return this rank's part along dimension 0."""
-    found = whole.new_empty(len(whole) // ranks.size, *whole.shape[1:])
-    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    reduce(found, whole.contiguous(), group=ranks.group)
-    return found
 
 
 class GatherTokens(torch.autograd.Function):
@@ -127,11 +113,11 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, ranks: TensorGroup) -> torch.Tensor:
         ctx.ranks = ranks
-        return all_gather(part.squeeze(0), ranks)[None]
+        return all_gather(part.squeeze(0), ranks.group)[None]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return sum_parts(gradients[0].squeeze(0), ctx.ranks)[None], None
+        return reduce_scatter(gradients[0].squeeze(0), ctx.ranks.group)[None], None
 
 
 class SumTokens(torch.autograd.Function):
@@ -140,11 +126,11 @@ class SumTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, term: torch.Tensor, ranks: TensorGroup) -> torch.Tensor:
         ctx.ranks = ranks
-        return sum_parts(term.squeeze(0), ranks)[None]
+        return reduce_scatter(term.squeeze(0), ranks.group)[None]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return all_gather(gradients[0].squeeze(0), ctx.ranks)[None], None
+        return all_gather(gradients[0].squeeze(0), ctx.ranks.group)[None], None
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +143,7 @@ class GatheredAgain:
 
     def take(self, part: torch.Tensor) -> torch.Tensor:
         """Return the tokens [T, H], of which this rank has saved a part; the last layer that needs them frees them."""
-        found = all_gather(part.squeeze(0), self.ranks) if self.tokens is None else self.tokens
+        found = all_gather(part.squeeze(0), self.ranks.group) if self.tokens is None else self.tokens
         self.waiting -= 1
         self.tokens = found if self.waiting else None
         return found
@@ -221,7 +207,7 @@ class GatherCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, ranks: TensorGroup) -> torch.Tensor:
         ctx.ranks = ranks
-        return all_gather(part, ranks)
+        return all_gather(part, ranks.group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
