@@ -171,7 +171,8 @@ class EvalConfig:
     """Metric of evaluations that decides which checkpoint is the best, such as TASK/acc; empty: loss, or reward for
     online trainers."""
     metric_mode: Literal["auto", "min", "max"] = "auto"
-    """Whether smaller (min) or larger (max) values of it are better; auto: smaller for losses and perplexities."""
+    """Whether smaller (min) or larger (max) values of it are better; auto: smaller for losses, perplexities and
+    errors."""
     early_stopping_patience: int = 0
     """End the run when this many evaluations in a row have not improved the metric; 0: never."""
     early_stopping_threshold: float = 0.0

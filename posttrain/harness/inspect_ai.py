@@ -130,7 +130,8 @@ class Batches:
                 samples = await asyncio.to_thread(self.model.generate, requests, sampling)
             except Exception as error:
                 for _, _, result in batch:
-                    result.set_exception(error)
+                    if not result.done():
+                        result.set_exception(error)
                 raise
             for (_, _, result), sample in zip(batch, samples, strict=True):
                 if not result.done():
@@ -158,7 +159,7 @@ def language_model(config: HarnessTasks, model: EvaluatedModel) -> Any:
         async def generate(self, input: Any, tools: Any, tool_choice: Any, config: Any) -> Any:
             if tools:
                 raise UsageError("the task has tools: evaluate it through `posttrain serve`, which parses tool calls")
-            messages = [{"role": message.role, "content": message.text} for message in input]
+            messages = [{"role": message.role, "content": text_of(message)} for message in input]
             prompt = model.encode(messages).tokens
             sampling = sampling_of(config, model, len(prompt))
             request = GenerationRequest(prompt=prompt, seed=seeds.next_seed(prompt, config.seed or seed))
@@ -181,6 +182,14 @@ def language_model(config: HarnessTasks, model: EvaluatedModel) -> Any:
 
     seed, batch_size = config.seed, config.batch_size
     return get_model(f"posttrain/{model.name}", memoize=False)
+
+
+def text_of(message: Any) -> str:
+    """Return the content of a message; UsageError if a part of it is no text."""
+    parts = [] if isinstance(message.content, str) else [part.type for part in message.content]
+    if other := set(parts) - {"text", "reasoning"}:
+        raise UsageError(f"the task has messages with {min(other)}, which the local engine does not read")
+    return str(message.text)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import pytest
 
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import UsageError
+from posttrain.harness.inspect_ai import text_of
 from posttrain.inference.harness import HarnessRun, run_harness
 from posttrain.inference.model import InferenceModel
 from tests.tiny import tiny_folder
@@ -101,3 +102,13 @@ def test_what_does_not_work_is_refused(tmp_path):
         config = {"harness": "inspect-ai", "tasks": (), "model": ModelConfig(path="pico"), **changes}
         with pytest.raises(UsageError, match=complaint):
             run_harness(HarnessRun(**config))
+
+
+def test_a_task_with_images_is_refused():
+    """Their texts alone would be another task."""
+    from inspect_ai.model import ChatMessageUser, ContentImage, ContentText
+
+    text = ContentText(text="What is this?")
+    assert text_of(ChatMessageUser(content=[text])) == text_of(ChatMessageUser(content="What is this?"))
+    with pytest.raises(UsageError, match="messages with image"):
+        text_of(ChatMessageUser(content=[text, ContentImage(image="data:image/png;base64,AA==")]))
