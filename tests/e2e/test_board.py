@@ -289,6 +289,8 @@ def test_every_page_fits_a_phone(shown, browser, scheme):
         for route in routes:
             visit(shown, route, "document.querySelector('main').innerText.length > 60")
             assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), route
+            tab = "document.querySelector('.tabs [aria-current]')"
+            browser.wait(f"!{tab} || {tab}.getBoundingClientRect().right <= innerWidth")
             cut = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
             assert browser.evaluate(cut) == 0, route
             narrow = "[...document.querySelectorAll('.options td:last-child')].filter(e => e.clientWidth < 120).length"

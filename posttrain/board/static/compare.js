@@ -1,5 +1,5 @@
 // Several runs beside each other: curves, configuration, completions of the same prompts, time.
-import { h, long, number, swatch, visible } from "./dom.js";
+import { h, long, number, swatch, tabBar, visible } from "./dom.js";
 import { get } from "./api.js";
 import { showCurves } from "./curves.js";
 import { showConfig } from "./config.js";
@@ -15,7 +15,7 @@ export async function showCompare(page) {
   const box = h("div"), both = runs.filter(run => run.has_rollouts).length >= 2;
   const tabs = [["curves", "Curves"], ["config", "Configuration"], ...(both ? [["completions", "Completions"]] : []), ["time", "Time and memory"]];
   page.main.replaceChildren(h("div", { class: "top" }, h("h1", {}, runs.length > 1 ? `${runs.length} runs` : runs[0].name)),
-    h("nav", { class: "tabs" }, tabs.map(([key, text]) => h("a", { href: `#/compare/${key}?runs=${ids.join(",")}`, "aria-current": key === tab ? "page" : null }, text))), box);
+    tabBar("Parts of the comparison", tabs.map(([key, text]) => [`#/compare/${key}?runs=${ids.join(",")}`, text, key === tab])), box);
   tabs.forEach(([key], i) => { page.keys[i + 1] = () => { location.hash = `#/compare/${key}?runs=${ids.join(",")}`; }; });
   if (tab === "config") await showConfig(page, runs, box);
   else if (tab === "completions") await showPrompts(page, runs.filter(run => run.has_rollouts), box);

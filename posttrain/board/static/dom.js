@@ -65,6 +65,13 @@ export const select = (value, options, change) => {
   return element;
 };
 
+// A row of links of which one is the page that is shown; on a phone it scrolls to that one. entries: [href, text, is current].
+export function tabBar(label, entries) {
+  const bar = h("nav", { class: "tabs", "aria-label": label }, entries.map(([href, text, current]) => h("a", { href, "aria-current": current ? "page" : null }, text)));
+  requestAnimationFrame(() => bar.querySelector("[aria-current]")?.scrollIntoView({ inline: "center", block: "nearest" }));
+  return bar;
+}
+
 export function save(blob, name) {
   const link = h("a", { href: URL.createObjectURL(blob), download: name });
   link.click();

@@ -1,5 +1,5 @@
 // One run: overview, curves, completions, configuration, examples, logs.
-import { h, number, duration, ago, pill, card, visible, select } from "./dom.js";
+import { h, number, duration, ago, pill, card, visible, select, tabBar } from "./dom.js";
 import { get, post } from "./api.js";
 import { steps } from "./runs.js";
 import { Chart } from "./chart.js";
@@ -20,7 +20,7 @@ export async function showRun(page) {
   const box = h("div"), state = h("span"), control = h("span", { class: "row" }), href = key => `#/run/${id}${key ? "/" + key : ""}`;
   const tabs = TABS.filter(([key]) => (key !== "completions" || run.has_rollouts || tab === key) && (run.verb !== "eval" || ["evaluations", "config"].includes(key)));
   const head = h("div", { class: "top" }, h("h1", {}, run.name), state, h("span", { class: "muted" }, [run.verb, run.model].filter(Boolean).join(" · ")), h("span", { class: "space" }), control);
-  page.main.replaceChildren(head, h("nav", { class: "tabs", "aria-label": "Parts of the run" }, tabs.map(([key, text]) => h("a", { href: href(key), "aria-current": key === tab ? "page" : null }, text))), box);
+  page.main.replaceChildren(head, tabBar("Parts of the run", tabs.map(([key, text]) => [href(key), text, key === tab])), box);
   tabs.forEach(([key], i) => { page.keys[i + 1] = () => { location.hash = href(key); }; });
   const painted = now => {
     state.replaceChildren(pill(now.state));

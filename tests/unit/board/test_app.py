@@ -1,6 +1,7 @@
 """The board's server: what it answers, to whom, and what a hostile run directory can do to it: nothing."""
 
 import csv
+import http.client
 import io
 import json
 import os
@@ -140,9 +141,29 @@ def test_wrong_requests_get_an_answer_and_no_file(server, ids, path, status):
     assert found == status and b"verb" not in body and b"import" not in body
 
 
-def test_without_a_token_only_this_machine_is_answered(server):
-    status, _, body = ask(server, "/api/runs", Host="evil.example")
-    assert status == 403 and b"localhost only" in body
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8400", "evil.example:127.0.0.1", "0.0.0.0"],
+)
+def test_without_a_token_only_this_machine_is_answered(server, host):
+    """A name of another site that leads to this machine (DNS rebinding) is not answered."""
+    for path in ("/", "/api/runs"):
+        status, _, body = ask(server, path, Host=host)
+        assert status == 403 and b"localhost only" in body
+
+
+def test_other_sites_cannot_use_the_control_routes(runs):
+    """Browsers send text without asking first, and JSON only after a request for permission, which is refused."""
+    with board(runs, token=TOKEN, allow_control=True) as server:
+        allowed = {"Authorization": f"Bearer {TOKEN}", "Origin": "http://evil.example"}
+        for action in ("stop", "resume", "launch", "check", "preview"):
+            for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+                assert ask(server, f"/api/{action}", {}, **allowed, Content_Type=kind)[0] == 415
+            connection = http.client.HTTPConnection(server.address.removeprefix("http://"))
+            connection.request("OPTIONS", f"/api/{action}", headers=allowed)
+            reply = connection.getresponse()
+            assert reply.status == 405 and reply.getheader("Access-Control-Allow-Origin") is None
+            connection.close()
 
 
 def test_with_a_token_the_api_needs_it(runs):
