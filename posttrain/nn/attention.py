@@ -399,6 +399,7 @@ def varlen_attention(
 
 def as_wide_as_keys(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Pad the values of latent attention with zeros: the flash kernels need values as wide as keys."""
+    assert v.shape[2] <= k.shape[2], f"values of {v.shape[2]} numbers are wider than keys of {k.shape[2]}"
     return v if v.shape[2] == k.shape[2] else F.pad(v, (0, k.shape[2] - v.shape[2]))
 
 
@@ -527,6 +528,7 @@ def supports_varlen_kernel(model: torch.nn.Module) -> bool:
     head = getattr(config, "head_dim", None) or config.hidden_size // heads
     if getattr(config, "kv_lora_rank", None):  # latent attention: values are padded to the width of keys
         head = config.qk_nope_head_dim + config.qk_rope_head_dim
+        plain = plain and config.v_head_dim <= head
     half = parameter.dtype in (torch.bfloat16, torch.float16)
     return parameter.device.type == "cuda" and half and plain and not sinks and head <= 256 and head % 8 == 0
 

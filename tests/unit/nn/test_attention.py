@@ -181,3 +181,18 @@ def test_flash_attn_4_is_verified_again_where_samples_are_longer(monkeypatch):
         for longest in (200, 256, 8000, 250, 7000)
     ]
     assert found == [True, True, False, True, False] and tried == [200, 8000]
+
+
+def test_values_wider_than_keys_are_not_cut():
+    """Latent attention whose values are wider than its keys: nothing pads them, and the result is the stock model's."""
+    model = tiny_model("deepseek_v3", v_head_dim=24).eval()
+    row = samples((9,))[0]
+    found = forward(packed(model), collate([row]), ForwardRequest()).logprobs
+    model.set_attn_implementation("eager")
+    ids = torch.as_tensor(row.tokens).long()[None]
+    expected = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)[:-1]
+    assert torch.allclose(found[1:], expected.gather(-1, ids[0, 1:, None])[:, 0], atol=2e-5)
+    keys, values = torch.ones(5, 2, 16), torch.ones(5, 2, 24)
+    assert attention.as_wide_as_keys(keys, values).shape == values.shape
+    with pytest.raises(AssertionError, match="wider than keys"):
+        attention.as_wide_as_keys(values, keys)
