@@ -149,7 +149,8 @@ def describe(config: Config, data: RunData, folder: Path) -> Iterator[str]:
     changed = ", ".join(f"{counts[name]:,} {name}" for name in notable if counts[name])
     size = f"{examples:,} examples, {len(lengths):,} samples, {lengths.sum():,} tokens of which {trained:,} count"
     if isinstance(config, OnlineConfig):
-        size = f"{examples:,} prompts of {lengths.min()} to {lengths.max()} tokens"
+        shortest, longest = lengths.min(), lengths.max()
+        size = f"{examples:,} prompts of {shortest if shortest == longest else f'{shortest} to {longest}'} tokens"
     yield f"data: {size}" + (f" ({changed})" if changed else "")
     if data.eval is not None:
         aside = data.eval.counts["quarantined"] if config.data.eval else 0

@@ -99,7 +99,7 @@ def closing_message(run: Run, step: int, metrics: dict[str, float]) -> str:
     shown = ", ".join(f"{k} {metrics[k]:.4g}" for k in (ONLINE_METRICS if online else OFFLINE_METRICS) if k in metrics)
     skipped = f", {run.progress.skipped} skipped" if run.progress.skipped else ""
     folder = shlex.quote(str(run.directory.path))
-    done = f"done: {run.data.steps} steps"
+    done = f"done: {run.data.steps} step{'s' * (run.data.steps != 1)}"
     if step < run.data.steps:
         done = f"stopped early after {step} of {run.data.steps} steps: {run.callbacks.stop_reason}"
     samples = f"completions: posttrain samples {folder}    " if online else ""
