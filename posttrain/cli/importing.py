@@ -64,8 +64,6 @@ def run(args: list[str]) -> int:
         print(f"posttrain: {summary}", file=sys.stderr)
         return 0
     out = Path(options.output_file)
-    if out.exists() and not options.overwrite:
-        raise UsageError(f"{out} exists. Choose another --output_file, or --overwrite.")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     print(f"{summary}. Start it with: posttrain {translation.verb} {shlex.quote(str(out))}")
@@ -87,6 +85,8 @@ def read_options(defaults: Any, args: list[str]) -> tuple[Any, list[str], list[s
     else:
         options, words, settings = read_own_options(defaults, args, SETTINGS)
     check_at_least(options, devices=0)
+    if options.output_file and Path(options.output_file).exists() and not options.overwrite:
+        raise UsageError(f"{options.output_file} exists. Choose another --output_file, or --overwrite.")
     options.source = tuple(words)
     options.ignore = tuple(name for entry in options.ignore for name in entry.split(",") if name)
     check_required(options)
@@ -188,6 +188,6 @@ def check_accepted(verb: str, mapping: Mapping[str, Any], name: str) -> None:
             load_template(template)
     except UsageError as error:
         raise UsageError(
-            f"{name} is translated, but posttrain {verb} needs more: {error} Add options of the verb behind the file, "
+            f"{name} is translated, but posttrain {verb} needs more: {str(error).rstrip('.')}. Add options of the verb behind the file, "
             "or behind the command in quotes. Nothing was written."
         ) from None

@@ -21,6 +21,9 @@ class RunArgs(ImportArgs):
     about: ClassVar[str] = TOOLS["run"]
     example: ClassVar[str] = "posttrain run llama3_lora_sft.yaml --devices 1"
 
+    output_file: str = ""
+    """The YAML file to write before the start, also as -o; empty: none is kept but that of the run directory."""
+
 
 ARGS = (RunArgs,)
 

@@ -719,5 +719,6 @@ def outside(config: Config, key: str, low: float, high: float | None) -> tuple[b
     value = option_value(config, key)
     above = "below 1" if high == BELOW_ONE else f"at most {high}"
     bounds = f"at least {low}" if high is None else f"at least {low} and {above}"
+    bounds = bounds if math.isfinite(value) or high is not None else f"finite and {bounds}"
     inside = math.isfinite(value) and value >= low and (high is None or value <= high)
     return not inside, f"{key} is {value}; it must be {bounds}."

@@ -94,7 +94,8 @@ def usage(verb: str, defaults: Any) -> str:
         for option in options_of(defaults)
         if option.positional
     ]
-    return f"usage: posttrain {verb} [CONFIG.yaml] {''.join(words)}[--option value ...]"
+    rest = f" [CONFIG.yaml] {''.join(words)}[--option value ...]" if dataclasses.fields(defaults) else ""
+    return f"usage: posttrain {verb}{rest}"
 
 
 def option_lines(option: Option, width: int) -> Iterator[str]:
@@ -129,7 +130,8 @@ def options_of(defaults: Any, section: str = RUN) -> Iterator[Option]:
         if dataclasses.is_dataclass(value):
             found += options_of(value, field.name)
             continue
-        kind, default = placeholder(hints[field.name]), default_of(value).strip("`")
+        kind = placeholder(hints[field.name])
+        default = "" if field.metadata.get("required") else default_of(value).strip("`")
         positional = bool(field.metadata.get("positional"))
         group = group_of(type(defaults), field.name)
         title = (

@@ -19,6 +19,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -37,8 +38,8 @@ from posttrain.config.renames import (
     new_names,
     renamed,
 )
-from posttrain.config.sections import Config, option_value, with_algorithm
-from posttrain.config.yaml_nodes import compose_yaml
+from posttrain.config.sections import Config, OnlineConfig, option_value, with_algorithm
+from posttrain.config.yaml_nodes import compose_yaml, yaml_problem
 from posttrain.core.errors import UsageError
 
 T = TypeVar("T")
@@ -101,8 +102,14 @@ def read_words(verb: str, about: str, defaults: T, args: Sequence[str]) -> T:
     has_file = bool(first) and (Path(first).suffix in (".yaml", ".yml") or not positionals(defaults))
     entries = entries_of_file(Path(first), defaults, verb) if has_file else []
     kind = "--section.option" if any(map(dataclasses.is_dataclass, sections(defaults).values())) else "--option"
-    about += f"\n\nOptions can also come from a YAML file: posttrain {verb} CONFIG.yaml {kind} value ..."
+    if option_keys(defaults):
+        about += f"\n\nOptions can also come from a YAML file: posttrain {verb} CONFIG.yaml {kind} value ..."
     words = args[1:] if has_file else args
+    if has_file and words and words[0].endswith((".yaml", ".yml")) and not positionals(defaults):
+        raise UsageError(
+            f"{words[0]}: a second configuration file; there can be one. Name the other in it, as "
+            f"`{DEFAULTS}: [{words[0]}]` in {first}."
+        )
     if wanted := {"-h", "--help", "--help-all", "--help_all"} & set(words):
         print(help_text(verb, about, defaults, everything=not {"-h", "--help"} & wanted))
         raise SystemExit(0)
@@ -263,13 +270,23 @@ def check_keys(verb: str, entries: Sequence[Entry], defaults: Any) -> None:
     unknown = [entry for entry in entries if entry.key not in known]
     if not unknown:
         return
-    raise UsageError("\n".join(no_such_option(entry, known, verb) for entry in unknown))
+    short = [name for name, value in sections(defaults).items() if getattr(value, "main", "")]
+    raise UsageError("\n".join(no_such_option(entry, known, short, verb) for entry in unknown))
 
 
-def no_such_option(entry: Entry, known: Sequence[str], verb: str) -> str:
-    near = nearest(entry.key, known)
-    hint = f"Did you mean {entry.dashes}{near}?" if near else f"posttrain {verb} --help lists all options."
+def no_such_option(entry: Entry, known: Sequence[str], short: Sequence[str], verb: str) -> str:
+    """Describe an option that does not exist. `short`: sections whose bare name is an option, as `--model`."""
+    if entry.key in online_keys() and "." in entry.key:
+        return f"{entry.shown}: no such option of {verb}: only trainers that generate completions have it, as grpo."
+    near = nearest(entry.key, known) or next(iter(difflib.get_close_matches(entry.key, short, n=1, cutoff=NEAR)), "")
+    hint = f"Did you mean {entry.dashes}{near}?" if near else f"posttrain {verb} --help-all lists all options."
     return f"{entry.shown}: no such option. {hint}"
+
+
+@cache
+def online_keys() -> frozenset[str]:
+    """Return the options that online trainers have besides those of all trainers."""
+    return frozenset(option_keys(OnlineConfig())) - frozenset(option_keys(Config()))
 
 
 def nearest(key: str, known: Sequence[str]) -> str:
@@ -534,8 +551,7 @@ def read_yaml(file: Path) -> yaml.MappingNode | None:
     except FileNotFoundError:
         raise UsageError(f"{file}: no such configuration file") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        tab = "; a tab: indent with spaces" if "'\\t'" in str(error) else ""
-        raise UsageError(f"{file}: cannot be read as YAML{tab}: {error}") from None
+        raise UsageError(yaml_problem(file, error)) from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{file}: must hold `section:` entries, not a {root.id}")
     return root

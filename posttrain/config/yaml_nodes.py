@@ -1,4 +1,7 @@
-"""Parses YAML into nodes, which know their lines. A file that stands for far more than it holds is refused."""
+"""Parses YAML into nodes, which know their lines, and describes why a file cannot be parsed.
+
+A file that stands for far more than it holds is refused.
+"""
 
 from __future__ import annotations
 
@@ -28,3 +31,16 @@ def count_nodes(node: yaml.Node, known: dict[int, int]) -> int:
         inner = [one for entry in entries for one in (entry if isinstance(entry, tuple) else (entry,))]
         known[id(node)] = 1 + sum(count_nodes(one, known) for one in inner)
     return known[id(node)]
+
+
+def yaml_problem(file: Path, error: Exception) -> str:
+    """Describe on one line why a file cannot be read as YAML: `file:line: cannot be read as YAML: problem`."""
+    mark = getattr(error, "problem_mark", None)
+    where = f"{file}:{mark.line + 1}" if mark else f"{file}"
+    reason = (error.strerror if isinstance(error, OSError) else getattr(error, "problem", "")) or str(error)
+    advice = ""
+    if "'\\t'" in reason:
+        advice = "; a tab: indent with spaces"
+    elif "<block end>" in reason:
+        advice = "; check the indentation of this line and of the one before"
+    return f"{where}: cannot be read as YAML: {' '.join(reason.split())}{advice}"

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from posttrain.config.yaml_nodes import yaml_problem
 from posttrain.core.errors import UsageError
 from posttrain.rewards.verdict import Completion
 from posttrain.sandbox.user_code import did_you_mean
@@ -107,7 +108,7 @@ def read_rubric(file: Path) -> Rubric:
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UsageError(f"{file}: cannot be read as YAML: {error}") from None
+        raise UsageError(yaml_problem(file, error)) from None
     try:
         return rubric_of(values)
     except UsageError as error:

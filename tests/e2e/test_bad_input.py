@@ -232,7 +232,12 @@ CONFIGS = {
     ),
     "an unknown choice": ("model: {dtype: float8}\n", ["c.yaml:1: model.dtype is 'float8'", "'bfloat16'"]),
     "a foreign tag": ("seed: !!python/object:os.system x\n", ["c.yaml:1: seed: cannot be read", "python/object"]),
-    "no YAML": ("model:\n  path: [\n", ["c.yaml: cannot be read as YAML"]),
+    "no YAML": ("model:\n  path: [\n", ["c.yaml:3: cannot be read as YAML"]),
+    "indentation": (
+        "model:\n  path: pico\n train:\n  max_steps: 2\n",
+        ["c.yaml:3: cannot be read as YAML", "check the indentation of this line and of the one before"],
+    ),
+    "a tab": ("model:\n\tpath: pico\n", ["c.yaml:2: cannot be read as YAML", "a tab: indent with spaces"]),
     "a list": ("- a\n", ["c.yaml", "not a sequence"]),
     "another verb": ("verb: dpo\n", ["c.yaml: is for `posttrain dpo`, not for `posttrain sft`"]),
 }
@@ -243,6 +248,12 @@ def test_files(case, refused, tmp_path):
     text, words = CONFIGS[case]
     (tmp_path / "c.yaml").write_text(text)
     refused(2, words, "sft", "c.yaml", "--model.path", "pico", "--data.train", "chat.jsonl", "--output_dir", "run")
+
+
+def test_a_second_configuration_file(refused, tmp_path):
+    (tmp_path / "a.yaml").write_text("seed: 1\n")
+    (tmp_path / "b.yaml").write_text("seed: 2\n")
+    refused(2, ["b.yaml: a second configuration file", "`defaults: [b.yaml]` in a.yaml"], "sft", "a.yaml", "b.yaml")
 
 
 @pytest.mark.parametrize(
@@ -257,6 +268,8 @@ def test_files(case, refused, tmp_path):
             sft("--train.lerning_rate", 1),
             ["--train.lerning_rate: no such option. Did you mean --train.learning_rate?"],
         ),
+        (("sft", "--modle", "pico"), ["--modle: no such option. Did you mean --model?"]),
+        (sft("--rollout.max_tokens", 8), ["--rollout.max_tokens: no such option of sft", "as grpo"]),
         (sft("--learning_rate", 1), ["--learning_rate", "--train.learning_rate"]),
         (sft("--algo.beta", 1), ["--algo.beta"]),
         (sft("--lr", 1), ["--lr: no such option; here it is --train.learning_rate."]),
@@ -292,6 +305,7 @@ CONFLICTS = [
     (sft("--eval.every_steps", 3), ["eval.every_steps is 3", "Set data.eval or data.eval_fraction"]),
     (sft("--train.epochs", 0), ["epochs is 0.0", "above 0"]),
     (sft("--train.epochs", "inf"), ["epochs is inf"]),
+    (sft("--train.learning_rate", "inf"), ["train.learning_rate is inf; it must be finite and at least 0."]),
     (sft("--train.adam_beta2", 1.5), ["train.adam_beta2 is 1.5", "below 1"]),
     (sft("--data.max_examples", 1, "--data.eval_fraction", 0.5), ["data.eval_fraction: one example"]),
     (sft("--train.optimizer", "muon", "--cluster.devices", 2), ["train.optimizer is muon", "Use adamw, or one device"]),
@@ -299,9 +313,10 @@ CONFLICTS = [
         sft("--train.optimizer", "adafactor", "--cluster.offload", "moments"),
         ["train.optimizer is adafactor", "moments"],
     ),
+    (sft("--train.optimizer", "schedule_free"), ["train.lr_scheduler is cosine"]),
     (
-        sft("--train.optimizer", "schedule_free", "--train.ema_decay", "0.9"),
-        ["train.lr_scheduler is cosine", "train.ema_decay is 0.9"],
+        sft("--train.optimizer", "schedule_free", "--train.lr_scheduler", "constant", "--train.ema_decay", "0.9"),
+        ["train.ema_decay is 0.9", "schedule_free"],
     ),
     (sft("--model.use_dora"), ["model.use_dora", "--model.lora_rank 16"]),
     (sft("--model.use_dora", "--model.lora_rank", 4, "--cluster.devices", 2), ["model.use_dora", "one device"]),

@@ -252,6 +252,28 @@ def test_sizes_per_device_need_the_number_of_devices(capsys):
 
 
 @pytest.mark.usefixtures("factory")
+@pytest.mark.parametrize("verb", ["import", "run"])
+def test_an_output_file_is_not_replaced_unless_asked_for(verb, capsys):
+    write("c.yaml", FACTORY.format(stage="sft", dataset="identity", more=""))
+    write("mine.yaml", "seed: 3\n")
+    assert command(verb, "c.yaml", "--devices", 1, "-o", "mine.yaml") == 2
+    assert "mine.yaml exists" in capsys.readouterr().err
+    assert Path("mine.yaml").read_text() == "seed: 3\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("verb: sft\nmodel:\n  path: pico\n", "c.yaml: is a configuration of posttrain already: posttrain sft c.yaml"),
+        ("stage: sft\n do_train: true\n", "c.yaml:2: cannot be read as YAML"),
+    ],
+)
+def test_files_that_are_not_of_another_library(text, reason, capsys):
+    write("c.yaml", text)
+    assert reason in refused("c.yaml", capsys=capsys)
+
+
+@pytest.mark.usefixtures("factory")
 def test_a_key_is_left_out_if_that_is_asked_for(capsys):
     write("c.yaml", FACTORY.format(stage="sft", dataset="identity", more="use_badam: true\noft_rank: 8"))
     words = ("c.yaml", "--devices", 1, "--ignore", "use_badam,oft_rank")

@@ -213,7 +213,9 @@ def line_of_option(request: Request, use: Use) -> str:
         return f"{named}: options begin with --, as --seed 10. posttrain {request.verb} --help lists them."
     if not by_options:
         near = request.nearest(use.name)
-        hint = f"Did you mean {use.dashes}{near}?" if near else f"posttrain {request.verb} --help lists all options."
+        hint = (
+            f"Did you mean {use.dashes}{near}?" if near else f"posttrain {request.verb} --help-all lists all options."
+        )
         return f"{named}: no such option. {hint}"
     parts = []
     for options, name in by_options.items():

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from posttrain.config.foreign.answer import Use, uses_of_file, uses_of_words
 from posttrain.config.foreign.axolotl import AXOLOTL
 from posttrain.config.foreign.importing import Foreign
@@ -24,6 +26,7 @@ from posttrain.config.foreign.openrlhf import OPENRLHF, OPENRLHF_2024, OPENRLHF_
 from posttrain.config.foreign.scripts import SCRIPTS, STARTERS, script_commands, text_of_file
 from posttrain.config.foreign.trl import TRL
 from posttrain.config.foreign.verl import VERL
+from posttrain.config.yaml_nodes import compose_yaml, yaml_problem
 from posttrain.core.errors import UsageError
 
 CONFIG_FILES = (".yaml", ".yml", ".json")
@@ -353,6 +356,10 @@ def uses_of_config(file: Path) -> list[Use]:
     """Return the entries of a YAML or JSON file; files of hydra with the entries below their names."""
     if not file.is_file():
         raise UsageError(f"{file}: no such configuration file")
+    try:
+        compose_yaml(file)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UsageError(yaml_problem(file, error)) from None
     found = list(uses_of_file(file, ("datasets",)))
     if not found:
         raise UsageError(f"{file}: cannot be read as YAML or JSON with `key: value` entries")

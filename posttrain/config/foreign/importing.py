@@ -352,6 +352,8 @@ def choose_library(foreign: Foreign, uses: Sequence[Use], choices: Choices) -> L
     if foreign.libraries:
         return max(foreign.libraries, key=lambda library: sum(use.name in library.names for use in uses))
     found = candidates("", uses)
+    if not found and (verb := next((use.value for use in uses if use.name == "verb"), "")):
+        raise UsageError(f"{foreign.name}: is a configuration of posttrain already: posttrain {verb} {foreign.name}")
     if not found:
         raise UsageError(
             f"{foreign.name}: no library is recognised: fewer than {ENOUGH} of its keys are known. Name it: "

@@ -414,7 +414,7 @@ def test_a_key_is_known_or_its_neighbour_is_named():
 
 @pytest.mark.parametrize("wrong", ["algo.gamma", "rollout.temperature", "foo", "model.name", "bits", "data.cache"])
 def test_what_is_not_near_gets_no_suggestion(wrong):
-    with pytest.raises(UsageError, match=f"^{wrong}: no such option. posttrain dpo --help lists all options.$"):
+    with pytest.raises(UsageError, match=f"^{wrong}: no such option. posttrain dpo --help-all lists all options.$"):
         made("dpo", LEAST | {wrong: 1})
 
 

@@ -8,6 +8,8 @@ from typing import ClassVar
 import pytest
 
 from posttrain.algorithms import ALGORITHMS
+from posttrain.cli.doctor import DoctorArgs
+from posttrain.cli.slurm import SlurmArgs
 from posttrain.config.help import COMMON, help_text, options_of
 from posttrain.config.parsing import about, option_keys
 from posttrain.config.sections import with_algorithm
@@ -68,6 +70,11 @@ class RareOptions:
 class WithRareOptions(RareOptions):
     workers: int = 4
     """Number of processes."""
+
+
+def test_a_required_option_shows_no_default_and_a_tool_without_options_no_file():
+    assert "Required. Number of machines.\n" in help_text("slurm", "About.", SlurmArgs(), everything=True)
+    assert help_text("doctor", "About.", DoctorArgs(), everything=True).splitlines()[0] == "usage: posttrain doctor"
 
 
 def test_options_of_a_group_are_listed_by_full_help_alone():

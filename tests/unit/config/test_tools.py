@@ -157,7 +157,7 @@ def test_mistakes_in_a_file_name_the_line(text, words, tmp_path):
         ([*LEAST, "--coatz", "2"], "--coatz: no such option. Did you mean --coats?"),
         ([*LEAST, "--map_keys", "[1]"], "--map_keys is '[1]'; it must be a mapping; on the command line as JSON"),
         ([*LEAST, "--dry=yes"], "--dry is a switch and takes no value: write --dry or --no_dry, without 'yes'."),
-        ([*LEAST, "--nothing_like_it", "2"], "no such option. posttrain paint --help lists all options."),
+        ([*LEAST, "--nothing_like_it", "2"], "no such option. posttrain paint --help-all lists all options."),
     ],
 )
 def test_mistakes_on_the_command_line(args, words):

@@ -142,7 +142,7 @@ def test_a_single_option_of_openrlhf(typed):
         ("orpo", "--beta 0.1", "--algo.odds_ratio_coef"),
         ("grpo", "--rollout.n 8", "--rollout.samples_per_prompt"),
         ("sft", "--flash_attn", "not needed"),
-        ("sft", "--colocate_all_models", "--help lists all options"),
+        ("sft", "--colocate_all_models", "--help-all lists all options"),
         ("ppo", "--colocate_all_models", "not needed: models share devices"),
         ("grpo", "--critic_pretrain m", "posttrain ppo has"),
     ],
@@ -158,7 +158,7 @@ def test_libraries_that_disagree_are_both_named():
 
 
 def test_unknown_names_get_no_far_fetched_hint():
-    assert refused("sft", "--rollout_batch_size", 3).endswith("posttrain sft --help lists all options.")
+    assert refused("sft", "--rollout_batch_size", 3).endswith("posttrain sft --help-all lists all options.")
     assert "Did you mean --train.learning_rate?" in refused("sft", "--train.lerning_rate", 3)
 
 
