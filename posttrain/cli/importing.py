@@ -188,6 +188,6 @@ def check_accepted(verb: str, mapping: Mapping[str, Any], name: str) -> None:
             load_template(template)
     except UsageError as error:
         raise UsageError(
-            f"{name} is translated, but posttrain {verb} needs more: {str(error).rstrip('.')}. Add options of the verb behind the file, "
-            "or behind the command in quotes. Nothing was written."
+            f"{name} is translated, but posttrain {verb} needs more: {str(error).rstrip('.')}. Add options of the verb "
+            "behind the file, or behind the command in quotes. Nothing was written."
         ) from None

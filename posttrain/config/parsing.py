@@ -16,6 +16,7 @@ import difflib
 import io
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -106,9 +107,10 @@ def read_words(verb: str, about: str, defaults: T, args: Sequence[str]) -> T:
         about += f"\n\nOptions can also come from a YAML file: posttrain {verb} CONFIG.yaml {kind} value ..."
     words = args[1:] if has_file else args
     if has_file and words and words[0].endswith((".yaml", ".yml")) and not positionals(defaults):
+        other = os.path.relpath(words[0], Path(first).parent)  # names in a file are relative to its directory
         raise UsageError(
-            f"{words[0]}: a second configuration file; there can be one. Name the other in it, as "
-            f"`{DEFAULTS}: [{words[0]}]` in {first}."
+            f"{words[0]}: a second configuration file; there can be one. Name it in the first, as "
+            f"`{DEFAULTS}: [{other}]` in {first}."
         )
     if wanted := {"-h", "--help", "--help-all", "--help_all"} & set(words):
         print(help_text(verb, about, defaults, everything=not {"-h", "--help"} & wanted))

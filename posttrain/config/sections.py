@@ -41,8 +41,9 @@ class ModelConfig:
     use_dora: bool = False
     """Adapters also train the length of each row of the weights (DoRA); slower, on one device."""
     lora_init: Literal["zeros", "pissa", "pissa_niter_16"] = "zeros"
-    """How adapters begin; zeros: B is 0. pissa: the largest singular values and vectors of the weights are trained
-    (PiSSA); pissa_niter_16: the same by a fast approximation. Saved adapters then have twice the rank."""
+    """How adapters begin; zeros: they add nothing before the first step. pissa: the largest singular values and vectors
+    of the weights are trained (PiSSA); pissa_niter_16: the same by a fast approximation. Saved adapters then have twice
+    the rank."""
     lora_dropout: float = 0.0
     """Dropout in front of the adapters (the model's own dropout is always off)."""
     lora_target_modules: tuple[str, ...] = ("all-linear",)

@@ -317,8 +317,7 @@ class OnlineLoop:
         }
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
         if self.replay is not None:
-            rows = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in self.replay.state()]
-            (folder / "replay.jsonl").write_text("".join(rows), encoding="utf-8")
+            write_rows(folder / "replay.jsonl", self.replay.state())
 
     def load(self, folder: Path) -> None:
         self.rollouts.load_state(read_rows(folder / "pending.jsonl"))
@@ -331,8 +330,7 @@ class OnlineLoop:
         if self.pretraining:
             self.pretraining.position = state["pretraining"]
         if self.replay is not None and (folder / "replay.jsonl").is_file():
-            with (folder / "replay.jsonl").open(encoding="utf-8") as lines:
-                self.replay.load_state([json.loads(line) for line in lines])
+            self.replay.load_state(read_rows(folder / "replay.jsonl"))
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -81,10 +81,6 @@ class RunDirectory:
         return self.path / "config.yaml"
 
     @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
     def samples(self) -> Path:
         return self.path / "samples"
 

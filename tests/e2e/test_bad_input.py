@@ -251,9 +251,11 @@ def test_files(case, refused, tmp_path):
 
 
 def test_a_second_configuration_file(refused, tmp_path):
-    (tmp_path / "a.yaml").write_text("seed: 1\n")
-    (tmp_path / "b.yaml").write_text("seed: 2\n")
-    refused(2, ["b.yaml: a second configuration file", "`defaults: [b.yaml]` in a.yaml"], "sft", "a.yaml", "b.yaml")
+    (tmp_path / "c").mkdir()
+    for name in ("a.yaml", "b.yaml"):
+        (tmp_path / "c" / name).write_text("seed: 1\n")
+    words = ["c/b.yaml: a second configuration file", "`defaults: [b.yaml]` in c/a.yaml"]
+    refused(2, words, "sft", "c/a.yaml", "c/b.yaml")
 
 
 @pytest.mark.parametrize(

@@ -188,11 +188,6 @@ def needless(reason: str) -> Meaning:
     return Meaning(note=f"not needed: {reason}", harmless=True)
 
 
-def says_verb(values: Mapping[str, tuple[str, ...]], note: str = "") -> Meaning:
-    """Translate a value that names the algorithm, which is the verb here."""
-    return Meaning(note=note or "not an option: the verb here", verbs=values)
-
-
 EXPERTS_BY_TENSORS = unrelated("experts are divided among tensor-parallel devices like the other matrices")
 
 

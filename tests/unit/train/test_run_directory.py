@@ -46,9 +46,9 @@ def test_two_at_once_get_different_folders():
 
 def test_paths():
     with RunDirectory.open("x", "sft", resume=False) as folder:
-        names = ("config_file", "metrics_file", "samples", "checkpoints", "logs", "bad_batches")
+        names = ("config_file", "samples", "checkpoints", "logs", "bad_batches")
         parts = [getattr(folder, name).relative_to("x").as_posix() for name in names]
-    assert parts == ["config.yaml", "metrics.jsonl", "samples", "checkpoints", "logs", "bad-batches"]
+    assert parts == ["config.yaml", "samples", "checkpoints", "logs", "bad-batches"]
 
 
 def test_resume_takes_the_highest_number_that_holds_a_run():
