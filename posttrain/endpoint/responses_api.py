@@ -28,6 +28,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 INCOMPLETE = "max_output_tokens"
+OWN_NAMES = {"max_tokens": INCOMPLETE, "response_format": "text.format"}  # of fields of chat completions
 
 
 def read_responses(body: dict[str, Any]) -> CompletionRequest:
@@ -58,8 +59,12 @@ def read_responses(body: dict[str, Any]) -> CompletionRequest:
     try:
         request = read_chat(chat)
     except ApiError as error:
-        if error.param == "max_tokens":
-            raise ApiError(400, str(error).replace("max_tokens", INCOMPLETE), param=INCOMPLETE) from None
+        found, param = str(error), error.param or ""
+        if param.startswith("messages"):  # the error names the message that an item is part of
+            raise ApiError(400, f"input, read as messages: {found}", param="input", code=error.code) from None
+        if param in OWN_NAMES:
+            own = OWN_NAMES[param]
+            raise ApiError(400, found.replace(param, own), param=own, code=error.code) from None
         raise
     request.responses = shown | {
         "temperature": request.sampling.temperature,
@@ -181,7 +186,7 @@ class ResponsesFormat(ResponseFormat):
         if reasoning := message.get("reasoning_content"):
             items.append(self.item("reasoning", len(items), reasoning))
         calls = message.get("tool_calls", ())
-        if message["content"] or not calls:
+        if message["content"] or not (calls or items):
             items.append(self.item("message", len(items), message["content"] or ""))
         items += [self.call_item(call, len(items) + place) for place, call in enumerate(calls)]
         if not ended:

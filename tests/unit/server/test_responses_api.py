@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from posttrain.data.encoding.tool_formats import MessageDelta
+from posttrain.endpoint.responses_api import ResponsesFormat
 from tests.unit.server.serving import serving
 from tests.unit.server.test_server import client_of
 from tests.unit.server.test_tools import ADD, ASKED, TOOLS, with_tools
@@ -127,6 +129,9 @@ IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:
         ({"input": [IMAGE]}, "reads text only"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "expected message, reasoning"),
         ({"input": []}, "expected a text, or a list of items"),
+        ({"input": [{"type": "function_call", "call_id": "a"}]}, r"input, read as messages: messages\[0\]"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format: expected"),
+        ({"tools": FUNCTIONS, "tool_choice": 5}, "tool_choice: expected"),
         ({"reasoning": {"effort": "high"}}, "reasoning is not supported"),
         ({"background": True}, "background is not supported"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0"),
@@ -136,3 +141,16 @@ IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:
 def test_what_is_refused(client, options, words):
     with pytest.raises(openai.BadRequestError, match=words):
         create(client, **options)
+
+
+def test_reasoning_that_was_cut_off_is_one_item():
+    """Whole and as a stream: no empty message follows it."""
+    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+    message = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    whole = ResponsesFormat("m", 0, {}).whole([{"message": message, "finish_reason": "length"}], usage)
+    stream = ResponsesFormat("m", 0, {})
+    stream.chunk(0, MessageDelta(reasoning="hm"), None, "length", first=True)
+    last = json.loads(stream.last(usage, show_usage=True).decode().partition("data: ")[2])["response"]
+    for found in (whole, last):
+        [item] = found["output"]
+        assert (item["type"], item["status"], found["status"]) == ("reasoning", "incomplete", "incomplete")
