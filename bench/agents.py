@@ -27,7 +27,7 @@ from posttrain.rollout.episodes import EpisodeRunner, TokenizedEpisode
 from posttrain.train.learner import Learner
 from posttrain.train.learner_group import LearnerGroup
 
-EPISODES, TOGETHER, TURNS, REPLY = (1024, 128, 4, 128) if GPU else (32, 8, 3, 8)
+EPISODES, TOGETHER, TURNS, REPLY = (512, 128, 4, 128) if GPU else (32, 8, 3, 8)
 MEAN_SECONDS = 2.0 if GPU else 1.0
 LOCK_STEP_SHARE = 4
 ENVIRONMENT = """

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ def options(about: str) -> argparse.ArgumentParser:
     parser.add_argument("--grpo_rate", type=float, default=1e-5, help="learning rate of GRPO")
     parser.add_argument("--steps", type=int, default=80, help="most steps of GRPO")
     parser.add_argument("--target", type=float, default=0.95, help="stop GRPO at this accuracy")
+    parser.add_argument("--max_seconds", type=float, default=math.inf, help="stop GRPO after this time, of both stages")
     parser.add_argument("--look_every", type=int, default=10, help="steps of GRPO between two measurements")
     parser.add_argument("--credit", default="conversation", help="algo.credit: conversation, turn or step_group")
+    parser.add_argument("--turn_discount", type=float, default=1.0, help="algo.turn_discount: 0 credits a turn alone")
+    parser.add_argument("--scale_by_std", action=argparse.BooleanOptionalAction, default=True, help="algo.scale_by_std")
     parser.add_argument("--prompts", type=int, default=32, help="prompts per step of GRPO")
     parser.add_argument("--samples", type=int, default=16, help="episodes of each prompt")
     parser.add_argument("--held_out", type=int, default=200, help="episodes of a measurement")
@@ -47,10 +51,12 @@ def train(
     demonstrations: Iterable[Row],
     prompts: Iterable[Row],
     held_out: Iterable[Row],
+    solved: Callable[[Sequence[Any]], float] | None = None,
 ) -> dict[str, float]:
     """Run both stages; return the accuracy before, between and after them.
 
     `demonstrations`: conversations for SFT; `prompts`, `held_out`: for episodes of training and of measurement.
+    `solved`: the accuracy of rollouts; by default the share with a reward above 0.5.
     """
     from posttrain import GRPOTrainer, sft
 
@@ -61,7 +67,7 @@ def train(
     taught = write(out / "demonstrations.jsonl", demonstrations)
 
     def report(name: str, metrics: dict[str, float]) -> float:
-        found[name] = metrics["eval/accuracy"]
+        found[name] = metrics["eval/solved" if solved else "eval/accuracy"]
         seconds = time.monotonic() - started
         print(f"{name}: accuracy {found[name]:.3f}, reward {metrics['eval/reward']:.3f} ({seconds:.0f} s)", flush=True)
         return found[name]
@@ -71,6 +77,7 @@ def train(
             model,
             data=asked,
             eval_data=measured,
+            metrics={"solved": solved} if solved else {},
             config={
                 "rollout": {
                     "environment": environment,
@@ -79,7 +86,7 @@ def train(
                     "samples_per_prompt": chosen.samples,
                     "max_tokens": chosen.max_tokens,
                 },
-                "algo": {"credit": chosen.credit},
+                "algo": {name: getattr(chosen, name) for name in ("credit", "turn_discount", "scale_by_std")},
                 "train": {
                     "batch_size": chosen.prompts,
                     "learning_rate": chosen.grpo_rate,
@@ -108,9 +115,13 @@ def train(
         report("after sft", policy.evaluate())
         for step in range(1, chosen.steps + 1):
             metrics = policy.train_step(policy.make_experience())
-            shown = " ".join(f"{name} {metrics[name]:.3f}" for name in ("reward", "entropy") if name in metrics)
+            shown = " ".join(
+                f"{name} {metrics[name]:.3f}" for name in ("reward", "solved", "entropy") if name in metrics
+            )
             print(f"grpo step {step}: {shown}", flush=True)
-            measuring = step % chosen.look_every == 0 or step == chosen.steps
-            if measuring and report(f"after grpo, {step} steps", policy.evaluate()) >= chosen.target:
-                break
+            ends = step == chosen.steps or time.monotonic() - started > chosen.max_seconds
+            if ends or step % chosen.look_every == 0:
+                accuracy = report(f"after grpo, {step} steps", policy.evaluate())
+                if ends or accuracy >= chosen.target:
+                    break
     return found

@@ -7,6 +7,7 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,15 +136,37 @@ def test_the_tasks_of_the_examples_are_trained_in_two_stages(task, environment, 
         answer = int(product[1]) * int(product[2]) if product else int(said[-1])
         assert played.start({"messages": messages[:1], "secret": answer, "answer": str(answer)}) == messages[:1]
         results = [played.step(reply) for reply in said]
-        if results[-1][1] and len(said) < found.get("GUESSES", 10):  # solved
+        if said[-1] == str(answer) and len(said) < found.get("GUESSES", 10):  # solved
             replies = [message for result, _ in results[:-1] for message in result]
             assert [message for message in messages[1:] if message["role"] == "user"] == replies
-            assert sum(reward for _, reward in results) > 0.5 and results[-1][0] is None
+            assert results[-1][0] is None and (not product or sum(reward for _, reward in results) == 1)
     small = ["--demonstrations", "64", "--held_out", "2", "--steps", "1", "--prompts", "1", "--samples", "2"]
     monkeypatch.setattr(sys, "argv", ["task", "--out", str(tmp_path), *small, "--workers", "1", "--max_tokens", "64"])
     found["main"]()
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("before training:", "after sft:", "after grpo, 1 steps:"))
+
+
+def test_a_guess_is_judged_by_what_is_known_and_a_game_by_its_last_guess():
+    found = runpy.run_path(str(ROOT / "examples" / "guess_number.py"))
+
+    def rewards(secret, *replies):
+        game = found["GuessNumber"]()
+        game.start({"messages": [], "secret": secret, "largest": 16, "guesses": 5})
+        results = [game.step(reply) for reply in replies]
+        assert [messages is None for messages, _ in results] == [False] * (len(results) - 1) + [True]
+        return [reward for _, reward in results]
+
+    assert rewards(13, "8", "12", "14", " 13\n") == [0.0] * 4
+    first, low, far = rewards(13, "1", "2", "13")
+    assert -1 < first < low < far < 0  # 1 of 1 to 16, 2 of 2 to 16, 13 of 3 to 16
+    assert rewards(13, "8", "8", "3", "17", "13") == [0.0, -1.0, -1.0, -1.0, 0.0]
+    assert rewards(13, "8", "about 12") == [0.0, -2.0]
+
+    def played(text):
+        return SimpleNamespace(text=text, prompt=SimpleNamespace(columns={"secret": 13}))
+
+    assert found["won"]([played("13"), played("12"), played("thirteen"), played(" 13")]) == 0.5
 
 
 def test_tools_are_called_and_rewards_see_the_conversation(options, capsys):
