@@ -27,7 +27,7 @@ class GuessNumber:
     """Says whether the number is higher or lower than a guess.
 
     A guess costs what it is worth less than the best one would be: 0 for the middle of what is known, -1 for a number
-    that earlier answers exclude. Luck has no part in that, so a few games show which guesses are good, and each guess
+    that earlier answers exclude. Luck has no part in that, and each guess
     is judged alone (algo.credit turn, algo.turn_discount 0). A reply that is no number ends the game and costs 2.
     """
 
