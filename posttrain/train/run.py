@@ -290,8 +290,9 @@ class Run:
                 self.log.message("no checkpoint yet: starting from step 0")
                 remove_evaluations_after(self.directory.path, 0)
             else:
-                first = self.data.train.examples[:3]
-                self.log.samples(0, [row for example in first for row in previews(self.tokenizer, example)])
+                first, is_pair = self.data.train.examples[:3], self.algorithm.example_kind == "pair"
+                rows = (previews(self.tokenizer, example, is_pair=is_pair) for example in first)
+                self.log.samples(0, [row for each in rows for row in each])
             self.write_config()
             return 0
         state = read_json(newest / "state.json")

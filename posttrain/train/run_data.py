@@ -176,11 +176,12 @@ def describe(config: Config, data: RunData, folder: Path) -> Iterator[str]:
     yield f"run: {folder}"
 
 
-def previews(tokenizer: Any, example: Sequence[Sample | Prompt]) -> list[dict[str, Any]]:
+def previews(tokenizer: Any, example: Sequence[Sample | Prompt], *, is_pair: bool) -> list[dict[str, Any]]:
     """Return the samples of an example for a person to check; those of a pair are chosen and rejected."""
-    names = ["chosen", "rejected"] if len(example) == 2 else [""]
     rows = [preview(tokenizer, entry) for entry in example]
-    return [row | ({"role": name} if name else {}) for row, name in zip(rows, names, strict=True)]
+    if is_pair:
+        return [row | {"role": role} for row, role in zip(rows, ("chosen", "rejected"), strict=True)]
+    return rows  # several, if an indexed file has packed them
 
 
 def preview(tokenizer: Any, example: Sample | Prompt) -> dict[str, Any]:

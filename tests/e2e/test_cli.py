@@ -74,7 +74,7 @@ def test_python_m_is_the_same_command():
     done = subprocess.run([sys.executable, "-m", "posttrain", "sftt"], capture_output=True, text=True)
     assert done.returncode == 2 and "Did you mean sft?" in done.stderr
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="posttrain")
-    assert script.load() is sys.modules["posttrain.cli.main"].main
+    assert script.load() is sys.modules["posttrain.cli.main"].run_process
 
 
 # Configuration

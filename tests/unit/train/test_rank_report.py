@@ -2,6 +2,7 @@
 
 import json
 import re
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -65,6 +66,7 @@ def test_a_learner_counts_the_flops_of_what_it_computes(monkeypatch):
     rates = DeviceRates(memory_gib=1, flops=1e9, memory=1, link=1, network=1, host=1)
     for module in (learner, rank_report):
         monkeypatch.setattr(module, "rates_of", lambda name: rates)
+    monkeypatch.setattr(learner, "LEARNERS", WeakSet())
     workers = LocalPool().start("actor", learner.Learner, ModelConfig(path="pico", dtype="float32"), TrainConfig())
     (policy,) = learner.LEARNERS
     algo = ALGORITHMS["sft"](ALGORITHMS["sft"].Config())

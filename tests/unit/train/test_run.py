@@ -6,13 +6,17 @@ import os
 import threading
 import weakref
 
+import numpy as np
 import pytest
 
 from posttrain import Callback, sft
 from posttrain.checkpoints import checkpoint
 from posttrain.core.errors import PosttrainError
+from posttrain.models.pico import build_tokenizer
 from posttrain.train.learner import Learner
+from posttrain.train.run_data import previews
 from tests.e2e.rows import write_rows
+from tests.oracle.batches import samples as random_samples
 
 
 def test_a_model_can_be_freed_after_its_run(tmp_path, monkeypatch):
@@ -78,3 +82,14 @@ def test_a_save_that_fails_beside_training_ends_the_run(tmp_path, monkeypatch, e
     assert steps.seen == [1, 2], "it is noticed before the next save"
     assert ("step 1 was not saved" in capsys.readouterr().err) is bool(error), "one is raised, the other is a warning"
     assert not list((tmp_path / "run/checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_packed_samples_are_shown_one_by_one_and_those_of_a_pair_by_role(count):
+    example = random_samples(np.random.default_rng(0), 1)[:count]
+    shown = previews(build_tokenizer(), example, is_pair=False)
+    assert [row["tokens"] for row in shown] == [len(sample) for sample in example]
+    assert not any("role" in row for row in shown)
+    if count == 2:
+        of_pair = previews(build_tokenizer(), example, is_pair=True)
+        assert of_pair == [row | {"role": role} for row, role in zip(shown, ("chosen", "rejected"), strict=True)]
