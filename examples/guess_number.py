@@ -26,9 +26,9 @@ NUMBER = re.compile(r"\s*(\d{1,9})\s*")
 class GuessNumber:
     """Says whether the number is higher or lower than a guess.
 
-    A guess costs what it is worth less than the best one would be: 0 for the middle of what is known, -1 for a number
-    that earlier answers exclude. Luck has no part in that, and each guess
-    is judged alone (algo.credit turn, algo.turn_discount 0). A reply that is no number ends the game and costs 2.
+    The reward of a guess is how much less it is worth than the best one: 0 for the middle of what is known, -1 for a
+    number that earlier answers exclude. It does not depend on luck, and each guess is judged alone (algo.credit turn,
+    algo.turn_discount 0). A reply that is no number ends the game with -2.
     """
 
     def start(self, example: dict[str, Any]) -> Messages:
