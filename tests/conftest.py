@@ -74,8 +74,23 @@ runs_ended = 0
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown():
-    """Freeze again after a training run in this process, which ends with gc.unfreeze()."""
+def pytest_runtest_teardown(item):
+    """After the fixtures: nothing of a test is left in the process that would change what later ones do."""
+    freeze_again()
+    if torch.distributed.is_initialized():  # by a run on one device that shards, and stays until the process ends
+        torch.distributed.destroy_process_group()
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is not None:
+        found = transformers.PreTrainedModel.tie_weights  # which it replaces while it reads a model
+        transformers.PreTrainedModel.tie_weights = originals.setdefault("tie_weights", found)
+        assert found is originals["tie_weights"], f"{item.nodeid}: tied weights of later models would not be tied"
+
+
+originals = {}
+
+
+def freeze_again():
+    """Leave garbage collection as it was, after a training run in this process, which ends with gc.unfreeze()."""
     global runs_ended
     if not gc.get_freeze_count() and not torch.accelerator.is_available():  # whose memory garbage would hold
         runs_ended += 1

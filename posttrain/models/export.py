@@ -17,7 +17,7 @@ from posttrain.core.files import check_new_folder, new_folder
 from posttrain.core.types import Head
 from posttrain.models import adapters
 from posttrain.models.loading import AUTO_CLASSES, read_config, read_model
-from posttrain.models.paths import base_model_path, is_adapter, resolve_path
+from posttrain.models.paths import CONSTRUCTION, base_model_path, is_adapter, resolve_path
 from posttrain.models.saving import save_model
 from posttrain.models.tokenizers import load_tokenizer
 
@@ -153,7 +153,8 @@ def check_copy(model: PreTrainedModel, folder: Path, head: Head) -> float:
     if adapters.is_adapted(model):
         copy = read_model(str(folder), head, model.dtype)
     else:
-        copy = AUTO_CLASSES[head].from_pretrained(folder, dtype=model.dtype, local_files_only=True)
+        with CONSTRUCTION:
+            copy = AUTO_CLASSES[head].from_pretrained(folder, dtype=model.dtype, local_files_only=True)
     written, source = copy.eval().state_dict(), model.state_dict()
     wrong = written.keys() ^ source.keys() or {n for n, t in source.items() if not torch.equal(t, written[n])}
     if wrong:

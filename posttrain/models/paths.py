@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import socket
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,11 +110,20 @@ def hub_options(source: str) -> dict[str, Any]:
     return {"local_files_only": local, "trust_remote_code": False}
 
 
+# While it constructs a model, transformers replaces a method of all models and sets torch's default dtype. Two threads
+# that did so at the same time would leave the replacement behind: later models would silently lose tied weights.
+CONSTRUCTION = threading.RLock()
+
+
 @contextmanager
 def loading_errors(source: str, option: str = "model.path") -> Iterator[None]:
-    """Turn an error of a library's loading code into a UsageError of one line."""
+    """Load something of a model in the block: turn a library's error into a UsageError of one line.
+
+    One thread at a time: see CONSTRUCTION.
+    """
     try:
-        yield
+        with CONSTRUCTION:
+            yield
     except UsageError:
         raise
     except LIBRARY_ERRORS as error:

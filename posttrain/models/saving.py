@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from posttrain.checkpoints.tensor_files import save_sharded
 from posttrain.core.errors import CheckpointError
 from posttrain.models import adapters
+from posttrain.models.paths import CONSTRUCTION
 from posttrain.models.tensors import abbreviate, lazy_tensors, read_shards
 from posttrain.parallel.fsdp import ModelShards
 
@@ -57,9 +58,10 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
         read_shards(model, folder)
         return
     try:
-        saved, report = type(model).from_pretrained(
-            folder, dtype=model.dtype, use_safetensors=True, output_loading_info=True, local_files_only=True
-        )
+        with CONSTRUCTION:
+            saved, report = type(model).from_pretrained(
+                folder, dtype=model.dtype, use_safetensors=True, output_loading_info=True, local_files_only=True
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: the weights cannot be read: {str(error).splitlines()[0]}") from error
     live, read = model.state_dict(), saved.state_dict()

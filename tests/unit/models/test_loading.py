@@ -3,7 +3,9 @@
 import json
 import logging
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -386,6 +388,26 @@ def test_code_in_a_model_folder_is_not_run(tmp_path):
     with pytest.raises(UsageError):
         load_tiny(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_threads_that_read_models_do_so_one_after_another(tmp_path, monkeypatch):
+    """While transformers reads a model, no other is tied: a second thread has to wait, or would keep it so."""
+    folder, original = tiny_folder("qwen2", tmp_path), AutoModelForCausalLM.from_pretrained
+    reading, met = threading.Lock(), []
+
+    def read(*args, **options):
+        met.append(not reading.acquire(blocking=False))
+        try:
+            return original(*args, **options)
+        finally:
+            if not met[-1]:
+                reading.release()
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    with ThreadPoolExecutor(4) as threads:
+        models = list(threads.map(lambda _: load_tiny(folder, trainable=False), range(8)))
+    assert met == [False] * 8
+    assert all(model.lm_head.weight is model.model.embed_tokens.weight for model in models)
 
 
 def test_four_bits_need_adapters():
