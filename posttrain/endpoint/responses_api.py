@@ -186,7 +186,7 @@ class ResponsesFormat(ResponseFormat):
         if reasoning := message.get("reasoning_content"):
             items.append(self.item("reasoning", len(items), reasoning))
         calls = message.get("tool_calls", ())
-        if message["content"] or not (calls or items):
+        if message["content"] or not calls:  # clients leave reasoning out: the message says that there was a turn
             items.append(self.item("message", len(items), message["content"] or ""))
         items += [self.call_item(call, len(items) + place) for place, call in enumerate(calls)]
         if not ended:
@@ -261,7 +261,7 @@ class ResponsesFormat(ResponseFormat):
             self.add_call(call, events)
         if finish:
             self.finish = finish
-            if not self.items:
+            if all(item["type"] == "reasoning" for item in self.items):  # as above
                 self.add_text("message", "", events)
             self.close_item(events, "incomplete" if finish == "length" else "completed")
         return b"".join(events)

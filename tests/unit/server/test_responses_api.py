@@ -143,8 +143,8 @@ def test_what_is_refused(client, options, words):
         create(client, **options)
 
 
-def test_reasoning_that_was_cut_off_is_one_item():
-    """Whole and as a stream: no empty message follows it."""
+def test_a_message_follows_reasoning_that_was_cut_off():
+    """An empty one, whole and as a stream: a client that sends back no reasoning would lose the turn without it."""
     usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
     message = {"role": "assistant", "content": "", "reasoning_content": "hm"}
     whole = ResponsesFormat("m", 0, {}).whole([{"message": message, "finish_reason": "length"}], usage)
@@ -152,5 +152,6 @@ def test_reasoning_that_was_cut_off_is_one_item():
     stream.chunk(0, MessageDelta(reasoning="hm"), None, "length", first=True)
     last = json.loads(stream.last(usage, show_usage=True).decode().partition("data: ")[2])["response"]
     for found in (whole, last):
-        [item] = found["output"]
-        assert (item["type"], item["status"], found["status"]) == ("reasoning", "incomplete", "incomplete")
+        reasoning, answer = found["output"]
+        assert (reasoning["type"], answer["type"], answer["content"][0]["text"]) == ("reasoning", "message", "")
+        assert (reasoning["status"], answer["status"], found["status"]) == ("completed", "incomplete", "incomplete")
