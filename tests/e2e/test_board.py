@@ -130,14 +130,15 @@ def test_curves_follow_the_pointer_and_become_pictures(shown, browser):
     browser.key("ArrowRight")
     browser.wait("document.querySelector('.tip:not([hidden])')?.innerText.includes('step 1')")
     # A part of the axis: by keys around the value that is shown, or by dragging; then all of it again.
+    whole_axis = "[...document.querySelectorAll('button')].find(b => b.textContent === 'Whole axis')"
     browser.key("+")
     browser.wait("location.hash.includes('x_from=0&x_to=2')")
-    browser.wait("document.querySelector('canvas').getAttribute('aria-label').includes('Arrow keys')")
+    browser.wait(f"!{whole_axis}.hidden")  # the part is loaded and drawn, and the chart still has the focus
     browser.key("0")
     browser.wait("!location.hash.includes('x_from')")
     browser.drag("document.querySelector('canvas')", 0.45, 0.95)
     browser.wait("location.hash.includes('x_from=2&x_to=4')")
-    browser.evaluate("[...document.querySelectorAll('button')].find(b => b.textContent === 'Whole axis').click()")
+    browser.evaluate(f"{whole_axis}.click()")
     browser.wait("!location.hash.includes('x_from')")
     saved = (
         "new Promise(done => { URL.createObjectURL = blob => { done(`${blob.type} ${blob.size > 2000}`); return '#'; };"

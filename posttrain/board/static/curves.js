@@ -53,17 +53,17 @@ export async function showCurves(page, runs, box) {
     note.replaceChildren(...found.runs.filter(r => r.problem).map(r => h("p", { class: "notice" }, `${r.name}: ${r.problem}`)));
     const label = { step: "step", tokens: "tokens", time: "minutes" }[axis];
     for (const name of [...charts.keys()]) if (!wanted.includes(name)) { charts.get(name).element.remove(); charts.delete(name); }
-    for (const name of wanted) {
+    grid.querySelector(":scope > .empty")?.remove();
+    for (const [i, name] of wanted.entries()) {
       if (!charts.has(name)) {
         const download = h("button", { class: "quiet", title: "Download as CSV", on: { click: async () => save(await getBlob("csv", { runs: ids, metrics: name }), `${name.replace(/\W+/g, "-")}.csv`) } }, "CSV");
         charts.set(name, new Chart(name, { actions: [download], zoom }));
       }
       const chart = charts.get(name);
-      grid.append(chart.element);
+      if (grid.children[i] !== chart.element) grid.insertBefore(chart.element, grid.children[i] || null); // an element that is moved loses the focus
       chart.set(found.runs.flatMap((run, i) => run.curves[name] && !hidden.has(run.run) ? [{ label: run.name, color: i, ...run.curves[name] }] : []), { log: log.checked, xLabel: label, range: shown || whole, whole });
     }
     if (!wanted.length) grid.replaceChildren(h("p", { class: "empty" }, names.length ? "Choose metrics on the left." : "No step is logged yet."));
-    else grid.querySelector(":scope > .empty")?.remove();
   }
   // After a control was used; leaving the page meanwhile is no error.
   function again() { load().catch(error => { if (!page.signal.aborted) note.replaceChildren(h("p", { class: "notice bad" }, error.message)); }); }
