@@ -71,6 +71,18 @@ def pytest_collection():
 
 RUNS_PER_PASS = 25  # garbage of as many runs is kept at most, a few megabytes of each
 runs_ended = 0
+unfrozen = False  # since the last test; asking for the number of frozen objects would count millions of them
+unfreeze_all = gc.unfreeze
+
+
+def unfreeze():
+    """Take the place of gc.unfreeze, with which a training run in this process ends, and remember that it ran."""
+    global unfrozen
+    unfreeze_all()
+    unfrozen = True
+
+
+gc.unfreeze = unfreeze
 
 
 @pytest.hookimpl(trylast=True)
@@ -90,13 +102,14 @@ originals = {}
 
 
 def freeze_again():
-    """Leave garbage collection as it was, after a training run in this process, which ends with gc.unfreeze()."""
-    global runs_ended
-    if not gc.get_freeze_count() and not torch.accelerator.is_available():  # whose memory garbage would hold
+    """Leave garbage collection as it was, after a training run in this process."""
+    global runs_ended, unfrozen
+    if unfrozen and not torch.accelerator.is_available():  # whose memory garbage would hold
         runs_ended += 1
         if runs_ended % RUNS_PER_PASS == 0:
             gc.collect()
         gc.freeze()
+    unfrozen = False
 
 
 @pytest.hookimpl(tryfirst=True)
