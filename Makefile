@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | docs | dist | bench: each prepares .venv by itself; nothing else is needed but Python 3.11+ and make.
+# make setup | demo | test | test-all | lint | docs | dist | bench: each prepares .venv by itself; nothing else is needed but Python 3.11+ and make.
 PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONUTF8 := 1
@@ -6,7 +6,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-gpu test-vllm test-ray test-agents test-harness test-export test-peers lint bench docs dist clean
+.PHONY: setup demo test test-all test-gpu test-vllm test-ray test-agents test-harness test-export test-peers lint bench docs dist clean
 .DEFAULT_GOAL := setup
 
 setup: .venv/ready
@@ -27,7 +27,13 @@ demo: setup
 
 # One thread a process: two processes on two cores, and the same numbers on every machine.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu' --ignore tests/ray --ignore tests/vllm tests
+	$(call pytest,not gpu and not slow)
+
+# With the tests that have many more cases of what others show, or train for minutes.
+test-all: setup lint
+	$(call pytest,not gpu)
+
+pytest = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m '$(1)' --ignore tests/ray --ignore tests/vllm tests
 
 test-gpu:
 	python3 -m pytest -m gpu tests

@@ -40,7 +40,9 @@ SAVED_AS = re.compile(r"Save this[\w\s]* as `(\w+\.py)`")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # Not run here: they install, test or build this very repository, or take minutes and have a test of their own.
-LEFT_OUT = re.compile(r"(make|pip install|\S*ruff|\S*python -m pytest|posttrain demo)\b")
+LEFT_OUT = re.compile(
+    r"(make|pip install|\S*ruff|\S*python -m pytest|posttrain demo|posttrain rewards audit --verifiers)\b"
+)
 ASSIGNMENT = re.compile(r"\w+=\S*")
 STEPS = "--train.max_steps"
 FEW_STEPS = 10
@@ -77,11 +79,14 @@ def commands(body, console=False):
 
 
 def shortened(arguments):
-    """The same command with few steps, if it trains."""
+    """The same command with few steps, of short completions unless it sets their length, if it trains."""
     if arguments[0] in PIPELINES:
         return [*arguments, "--quiet", STEPS, "1"]
     if arguments[0] not in ALGORITHMS or "--help" in arguments:
         return arguments
+    preset = any(argument.endswith(".yaml") for argument in arguments)
+    if ALGORITHMS[arguments[0]].online and not preset and "--rollout.max_tokens" not in arguments:
+        arguments = [*arguments, "--rollout.max_tokens", "16"]
     steps = int(arguments[arguments.index(STEPS) + 1]) if STEPS in arguments else 0
     return [*arguments, *(["--quiet"] if 0 < steps <= FEW_STEPS else ["--quiet", STEPS, "2"])]
 

@@ -65,6 +65,7 @@ def percents(text):
     return [float(number) for number in re.findall(r"([\d.]+)%", text)]
 
 
+@pytest.mark.slow
 def test_readme_from_top_to_bottom(session):
     printed = session.printed
     assert list(printed) == [

@@ -26,6 +26,7 @@ from posttrain.train.learner import Learner
 from tests.e2e.commands import PATIENCE
 from tests.e2e.rows import write_judge, write_rows
 from tests.e2e.test_resume import bytes_of, metrics_of
+from tests.invariance.worlds import once
 
 STEPS = 16
 VARIANTS = {
@@ -57,7 +58,10 @@ def options(verb, out):
 def killed_runs(tmp_path_factory):
     """The folders in which the warden was, and what it has to say."""
     pytest.importorskip("peft")
-    folder = tmp_path_factory.mktemp("killed")
+    return once(tmp_path_factory, "killed", kill_runs)
+
+
+def kill_runs(folder):
     for kind in ("chat", "pair", "prompt"):
         write_rows(kind, folder)
     write_judge(folder)
@@ -70,13 +74,13 @@ def killed_runs(tmp_path_factory):
         [sys.executable, __file__], cwd=folder, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder, json.loads(done.stdout.splitlines()[-1])
+    return {"folder": str(folder), "accounts": json.loads(done.stdout.splitlines()[-1])}
 
 
 @pytest.mark.parametrize("verb", VARIANTS)
 def test_killed_again_and_again_and_resumed(verb, killed_runs):
-    folder, accounts = killed_runs
-    *deaths, last = accounts[verb]
+    folder = Path(killed_runs["folder"])
+    *deaths, last = killed_runs["accounts"][verb]
     assert [death["moment"] for death in deaths] == moments_of(verb)
     checkpoints = [death["checkpoint"] for death in (*deaths, last)]
     assert checkpoints == sorted(checkpoints), "a checkpoint was lost"

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 SECONDS = 600  # for one world; the machine may be busy
+WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]  # sizes
 
 
 def run_world(size: int, folder: Path, work: Callable[..., Any], *args: Any) -> list[Any]:

@@ -37,7 +37,7 @@ def run(verb, tmp_path, seed, algo, steps=20):
     return [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("verb", ["grpo", "rloo", "ppo", "reinforce"])
 def test_reward_rises(verb, seed, tmp_path):
     algo = {"kl_coef": 0.0} | ({"critic_learning_rate": 1e-3} if verb == "ppo" else {})
