@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -130,11 +131,19 @@ def _version() -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 
+def _save(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write what model.save_pretrained writes; in a process group that writes on rank 0 alone."""
+    model.config.architectures, model.config.dtype = [type(model).__name__], model.dtype
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def _write(folder: Path) -> None:
     """Write the model. Several processes may do this at once: each writes a copy, and the first rename wins."""
     try:
         with new_folder(folder) as unfinished:
-            build_model().save_pretrained(unfinished)
+            _save(build_model(), unfinished)
             build_tokenizer().save_pretrained(unfinished)
     except (OSError, UsageError):
         if not (folder / "config.json").is_file():

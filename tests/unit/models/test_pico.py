@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.models import pico
+from tests.invariance.worlds import run_world
 
 
 def test_has_at_most_a_million_parameters():
@@ -49,6 +50,16 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_temporary_folder(tmp_pa
     pico._temporary_folder.cache_clear()
     folder = pico.pico_folder()
     assert (folder / "model.safetensors").is_file() and pico.pico_folder() == folder
+
+
+def build_as_rank(rank, folder):
+    os.environ["XDG_CACHE_HOME"] = str(folder / str(rank))
+    return sorted(path.name for path in pico.pico_folder().iterdir())
+
+
+def test_every_rank_of_a_process_group_writes_it_whole(tmp_path):
+    first, second = run_world(2, tmp_path / "world", build_as_rank, tmp_path)
+    assert first == second and {"config.json", "generation_config.json", "model.safetensors"} < set(first)
 
 
 def build(cache: str, barrier) -> None:
