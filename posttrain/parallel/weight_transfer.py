@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from posttrain.core.types import Floats
 BUCKET_BYTES = 256 * 2**20
 MAX_GROUPS = 8  # of one process; each takes memory. As many as the devices, and often network ports, of a machine
 RENDEZVOUS_LIMIT = timedelta(seconds=60)  # for joining: all processes are idle, and the controller notices a lost one
+POLL_SECONDS = 0.01  # between two looks for the other processes
+GIVEN_UP = "given up"  # key in the store: why the processes that wait need not wait any longer
 ALIGNMENT = 16  # bytes: valid for the start of a tensor of any type
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -48,6 +51,32 @@ class Rendezvous:
     name: str
     seconds: float  # time limit of one broadcast
     backend: str = ""  # gloo or nccl; empty: nccl on CUDA, else gloo, through host memory
+
+    @property
+    def limit(self) -> timedelta:
+        """How long a process waits for the others."""
+        return min(timedelta(seconds=self.seconds), RENDEZVOUS_LIMIT)
+
+    def own_store(self) -> dist.Store:
+        """Connect to the part of the store that is this group's alone."""
+        return dist.PrefixStore(self.name, dist.TCPStore(*self.store, is_master=False, timeout=self.limit))
+
+    def wait_for_all(self, store: dist.Store, rank: int) -> None:
+        """Wait until every process is there; raises RuntimeError at the limit, or as soon as one cannot come."""
+        deadline = time.monotonic() + self.limit.total_seconds()
+        names = [f"rank {rank}" for rank in range(self.size)]
+        store.set(names[rank], "")
+        while not store.check(names):
+            if store.check([GIVEN_UP]):
+                raise RuntimeError(store.get(GIVEN_UP).decode())
+            if time.monotonic() > deadline:
+                missing = [name for name in names if not store.check([name])]
+                raise RuntimeError(f"timeout: {', '.join(missing)} of {self.size} did not come within {self.limit}")
+            time.sleep(POLL_SECONDS)
+
+    def give_up(self, reason: str) -> None:
+        """Let the processes that wait for the others fail now; called by the controller when it has lost one."""
+        self.own_store().set(GIVEN_UP, reason)
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,16 +126,15 @@ class WeightTransfer:
         backend = rendezvous.backend or ("nccl" if self.device.type == "cuda" else "gloo")
         self.staging = self.device if backend == "nccl" else torch.device("cpu")  # where buckets are broadcast from
         self.limit = timedelta(seconds=rendezvous.seconds)
-        limit = min(self.limit, RENDEZVOUS_LIMIT)
-        store = dist.TCPStore(*rendezvous.store, is_master=False, timeout=limit)
-        named = dist.PrefixStore(rendezvous.name, store)
+        store = rendezvous.own_store()
+        rendezvous.wait_for_all(store, rank)
         self.group: Any
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self.limit
-            self.group = dist.ProcessGroupNCCL(named, rank, rendezvous.size, options)
+            self.group = dist.ProcessGroupNCCL(store, rank, rendezvous.size, options)
         else:
-            self.group = dist.ProcessGroupGloo(named, rank, rendezvous.size, limit)
+            self.group = dist.ProcessGroupGloo(store, rank, rendezvous.size, rendezvous.limit)
 
     def needed(self, tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         """Return the part of each tensor that the receivers need."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -120,10 +121,11 @@ class RolloutWorkers(ReplaceableWorkers):
         receivers = len(members) if divided else sum(sizes)
         first_ranks = [1 + (index if divided else sum(sizes[:index])) for index in range(len(sizes))]
         groups = plan_groups(self.sender.size, len(parts) or 1, lambda: self.rendezvous(receivers + 1))
-        pending = [
-            (slot, slot.submit("connect", groups, first)) for first, slot in zip(first_ranks, members, strict=True)
-        ]
-        sending = self.sender.submit("connect", groups, parts)
+        calls = [slot.submit("connect", groups, first) for first, slot in zip(first_ranks, members, strict=True)]
+        waiting = ThreadPoolExecutor(len(calls) + 1, thread_name_prefix="connect")
+        pending = [(slot, waiting.submit(joined, groups, call)) for slot, call in zip(members, calls, strict=True)]
+        sending = waiting.submit(joined, groups, self.sender.submit("connect", groups, parts))
+        waiting.shutdown(wait=False)
         problem = self.first_problem(pending) or next(filter(None, sending.result()), "")
         self.connected, self.receivers = [] if problem else members, receivers
         return problem
@@ -189,7 +191,7 @@ class RolloutWorkers(ReplaceableWorkers):
                 )
         return problem
 
-    def first_problem(self, pending: Sequence[tuple[WorkerSlot, PendingCall]]) -> str:
+    def first_problem(self, pending: Sequence[tuple[WorkerSlot, PendingCall | Future[list[str]]]]) -> str:
         """Wait for all calls and empty the slots of lost workers; returns the first problem, or an empty text."""
         first = ""
         for slot, call in pending:
@@ -317,6 +319,23 @@ def wait_until_ready(workers: Workers) -> None:
 
 
 # In the worker processes
+
+
+def joined(groups: Sequence[TransferGroup], call: PendingCall) -> list[str]:
+    """Return the results of a call of `connect`. If a process cannot join, those that wait for it fail at once."""
+    try:
+        problems: list[str] = call.result()
+    except PosttrainError as error:
+        give_up(groups, str(error))
+        raise
+    if problem := next(filter(None, problems), ""):
+        give_up(groups, problem)
+    return problems
+
+
+def give_up(groups: Sequence[TransferGroup], reason: str) -> None:
+    for group in groups:
+        group.rendezvous.give_up(reason)
 
 
 class WeightSender:

@@ -224,6 +224,20 @@ def test_a_learner_follows_another(rendezvous):
             assert torch.equal(tensor, ahead.model.state_dict()[name]), name
 
 
+def test_who_waits_for_a_lost_process_is_told_at_once(rendezvous):
+    """Long before the limit of 60 s: the controller calls give_up when it has lost one."""
+
+    def join(rank):
+        with pytest.raises(RuntimeError) as raised:
+            WeightTransfer(rendezvous, rank)
+        return str(raised.value)
+
+    assert together(lambda: join(0), lambda: join(2), lambda: rendezvous.give_up("rank 1 is lost"))[:2] == [
+        "rank 1 is lost",
+        "rank 1 is lost",
+    ]
+
+
 def test_a_sender_without_receivers_says_so_and_takes_its_part(rendezvous):
     class Holder:
         device, taken = torch.device("cpu"), 0
