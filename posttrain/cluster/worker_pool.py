@@ -206,7 +206,8 @@ class WorkerPool:
     def check_usable(self) -> None:
         if self.failure is not None:
             raise self.failure
-        assert not self.closed, "the pool is closed"
+        if self.closed:  # while another thread was starting a worker
+            raise WorkerError("the pool is closed", lost=False)
 
     # Messages from the workers
 

@@ -117,7 +117,6 @@ def grpo(folder, rollout=(), **cluster):
     return GRPOTrainer("pico", score, rows, config, eval_data=rows)
 
 
-@pytest.mark.slow
 def test_lost_rollout_workers_are_replaced_and_the_completions_stay_the_same(tmp_path, caplog):
     layout = {"devices": 3, "layout": ["rollout.devices=2"], "limits": [0, SECONDS]}
     with grpo(tmp_path / "alone") as alone, grpo(tmp_path / "apart", **layout) as apart:

@@ -15,12 +15,17 @@ from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import PosttrainError, WorkerError
 from posttrain.core.types import Sample
 from posttrain.engines.base import LOCAL, GenerationRequest, Sampling, check_samples
+from posttrain.parallel.weight_transfer import Rendezvous
 from posttrain.train.learner import Learner
 from posttrain.train.model_lock import ModelLock
 from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers
 from tests.unit.cluster.things import FakeRolloutWorker, FakeWeightSender, NumberedRequest
 
 SECONDS = 60.0
+
+
+def rendezvous(store, size):
+    return Rendezvous(size, store.address, store.new_group_name(), SECONDS)
 
 
 @pytest.fixture
@@ -41,7 +46,8 @@ def workers(tmp_path):
 
     def build(count, processes=1, **how):
         sender = LocalPool().start("sender", FakeWeightSender)
-        found.append(RolloutWorkers([slot(i, processes) for i in range(count)], sender, lambda size: size, **how))
+        slots = [slot(i, processes) for i in range(count)]
+        found.append(RolloutWorkers(slots, sender, partial(rendezvous, store), **how))
         found[-1].made = made
         return found[-1]
 
