@@ -1,4 +1,5 @@
 import gc
+import importlib.machinery
 import importlib.util
 import os
 import random
@@ -47,6 +48,7 @@ else:
         __or__ = __ror__ = __call__
 
     nothing = types.ModuleType("hypothesis")
+    nothing.__spec__ = importlib.machinery.ModuleSpec("hypothesis", None)  # libraries that look for it ask for this
     nothing.strategies = nothing.assume = nothing.HealthCheck = Anything()
     nothing.given = lambda *_, **__: pytest.mark.skip(reason="needs hypothesis")
     nothing.settings = nothing.example = lambda *_, **__: lambda test: test
@@ -89,7 +91,8 @@ gc.unfreeze = unfreeze
 def pytest_runtest_teardown(item):
     """After the fixtures: nothing of a test is left in the process that would change what later ones do."""
     freeze_again()
-    if torch.distributed.is_initialized():  # by a run on one device that shards, and stays until the process ends
+    # A run on one device that shards leaves a process group until the process ends. That of vLLM's engines is theirs.
+    if torch.distributed.is_initialized() and "vllm" not in sys.modules:
         torch.distributed.destroy_process_group()
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is not None:
